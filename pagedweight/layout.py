@@ -1,0 +1,196 @@
+"""The shared vocabulary: what a linear-block is, how rows are numbered, and the tensors that layers hand each other.
+
+Dimension letters, used everywhere: T tokens, A experts per token, E experts, L MoE layers, R linear-blocks (table
+rows), H hidden, I intermediate, N x K a linear-block's rows x columns, P parent width (planes), F frames per plane,
+R_s request slots.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+CODEBOOKS = ("lut16", "lut8", "cubic", "affine")
+ACTIVATIONS = ("silu", "gelu_tanh")
+MAX_WIDTH = 8
+
+
+class Projection(enum.IntEnum):
+    """Which of an expert's two matrices a linear-block is (the paper's u)."""
+
+    GATE_UP = 0
+    DOWN = 1
+
+    @property
+    def label(self) -> str:
+        return ("gate_up", "down")[self]
+
+
+class BlockId(NamedTuple):
+    """A linear-block i = (layer, expert, projection); the layer number is the model's own."""
+
+    layer: int
+    expert: int
+    projection: Projection
+
+    def __str__(self) -> str:
+        return f"layers.{self.layer}.experts.{self.expert}.{self.projection.label}"
+
+
+@dataclass(frozen=True, slots=True)
+class MoeLayer:
+    """One MoE layer's shape: E experts of H -> (2I) -> I -> H; `layer` is the model's own number."""
+
+    layer: int
+    experts: int
+    hidden: int
+    intermediate: int
+    activation: str = "silu"
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "hidden", "intermediate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"layer {self.layer}: {name} is {getattr(self, name)}; it must be at least 1")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"layer {self.layer}: activation is {self.activation!r}; supported are {', '.join(ACTIVATIONS)}"
+            )
+
+    def shape(self, projection: Projection) -> tuple[int, int]:
+        """(N, K) of one expert's matrix: gate_up is (2I, H) with the gate rows first, down is (H, I)."""
+        if projection is Projection.GATE_UP:
+            return 2 * self.intermediate, self.hidden
+        return self.hidden, self.intermediate
+
+
+def normalized_widths(widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Sorted unique widths; ValueError when empty or outside 2..8."""
+    unique = tuple(sorted(set(widths)))
+    if not unique or unique[0] < 2 or unique[-1] > MAX_WIDTH:
+        raise ValueError(f"widths are {tuple(widths)}; give at least one width, each from 2 to {MAX_WIDTH}")
+    return unique
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Every linear-block of a model, in table-row order: by layer, then expert, then projection.
+
+    widths: supported bitwidths B_i, ascending; the last is the parent width P, the first the floor.
+    codebooks: codebook name by width.
+    """
+
+    moe_layers: tuple[MoeLayer, ...]
+    widths: tuple[int, ...]
+    codebooks: Mapping[int, str]
+
+    def __post_init__(self) -> None:
+        if not self.moe_layers:
+            raise ValueError("the layout has no MoE layer; it needs at least one")
+        if self.widths != normalized_widths(self.widths):
+            raise ValueError(f"widths are {self.widths}; give them sorted, without repeats")
+        missing = [b for b in self.widths if self.codebooks.get(b) not in CODEBOOKS]
+        if missing:
+            raise ValueError(f"widths {missing} have no known codebook; use one of {', '.join(CODEBOOKS)}")
+
+    @property
+    def parent_width(self) -> int:
+        return self.widths[-1]
+
+    @property
+    def floor_width(self) -> int:
+        return self.widths[0]
+
+    @property
+    def rows(self) -> int:
+        """R, the number of linear-blocks."""
+        return 2 * sum(layer.experts for layer in self.moe_layers)
+
+    def first_row(self, layer_index: int) -> int:
+        """The table row of (expert 0, gate_up) of the layer_index-th MoE layer."""
+        return 2 * sum(layer.experts for layer in self.moe_layers[:layer_index])
+
+    def blocks(self) -> Iterator[BlockId]:
+        """Every linear-block in row order."""
+        for layer in self.moe_layers:
+            for expert in range(layer.experts):
+                for projection in Projection:
+                    yield BlockId(layer.layer, expert, projection)
+
+    def row_shapes(self) -> list[tuple[int, int]]:
+        """(N, K) of every row."""
+        return [
+            layer.shape(projection)
+            for layer in self.moe_layers
+            for _ in range(layer.experts)
+            for projection in Projection
+        ]
+
+    def row(self, block: BlockId) -> int:
+        """The table row of a linear-block; KeyError when the layout has no such block."""
+        first = 0
+        for layer in self.moe_layers:
+            if layer.layer == block.layer:
+                if not 0 <= block.expert < layer.experts:
+                    break
+                return first + 2 * block.expert + int(block.projection)
+            first += 2 * layer.experts
+        raise KeyError(f"{block} is not in the layout")
+
+    def weights(self) -> int:
+        """Number of routed expert weights."""
+        return sum(n * k for n, k in self.row_shapes())
+
+
+class PackedBlock(NamedTuple):
+    """A linear-block on the host, in the checkpoint's plain order.
+
+    planes: (P, N, ceil(K / 32)) int32 holding uint32 words; plane 0 is the most significant bit; bit j of word w is
+    column 32 w + j; bits beyond K are zero.
+    tables: by width b; for lut16 (N, 2^b) fp16, entry c the value of code c.
+    columns: K.
+    """
+
+    planes: torch.Tensor
+    tables: dict[int, torch.Tensor]
+    columns: int
+
+
+class BlockTables(NamedTuple):
+    """What kernels read to find a linear-block. The runtime writes these in place, in compute-stream order.
+
+    bits: int32 (R,), the committed width.
+    frame_address: int64 (R, P, F), absolute addresses of the frames of each plane; entries of planes at or above the
+        committed width may be anything.
+    table_address: int64 (R,), absolute address of the committed width's table.
+    memory: uint8 (bytes,), the arena that every address points into.
+    """
+
+    bits: torch.Tensor
+    frame_address: torch.Tensor
+    table_address: torch.Tensor
+    memory: torch.Tensor
+
+
+class RoutingStats(NamedTuple):
+    """What kernels add to and the runtime reads. One request slot when no requests are known.
+
+    mass: fp32 (R_s, L, E), sum of routing weights r.
+    counts: int32 (R_s, L, E), routed tokens.
+    features: fp32 (R_s, L, E, 2, 3), for gate_up and down inputs x: sum r |x|, sum r |x|^2, max |x| (2-norms).
+    """
+
+    mass: torch.Tensor
+    counts: torch.Tensor
+    features: torch.Tensor
+
+    @classmethod
+    def zeros(cls, slots: int, layers: int, experts: int, device: torch.device | str = "cpu") -> RoutingStats:
+        return cls(
+            torch.zeros(slots, layers, experts, dtype=torch.float32, device=device),
+            torch.zeros(slots, layers, experts, dtype=torch.int32, device=device),
+            torch.zeros(slots, layers, experts, 2, 3, dtype=torch.float32, device=device),
+        )
