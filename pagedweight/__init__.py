@@ -1,3 +1,37 @@
 """pagedweight: MoE expert weights and the KV cache share one GPU memory."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pagedweight.patching import patch, unpatch
+    from pagedweight.policy import Policy
+    from pagedweight.runtime.config import RuntimeConfig
+    from pagedweight.saving import from_pretrained, load, quantize, save
+
 __version__ = "0.1.0"
+__all__ = ["Policy", "RuntimeConfig", "from_pretrained", "load", "patch", "quantize", "save", "unpatch"]
+
+# Resolved on first use, so that `import pagedweight` (and the CLI's --help) loads neither torch nor triton.
+_HOMES = {
+    "Policy": "policy",
+    "RuntimeConfig": "runtime.config",
+    "from_pretrained": "saving",
+    "load": "saving",
+    "patch": "patching",
+    "quantize": "saving",
+    "save": "saving",
+    "unpatch": "patching",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pagedweight' has no attribute {name!r}")
+    return getattr(import_module(f"pagedweight.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_HOMES))
