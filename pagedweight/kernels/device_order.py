@@ -1,0 +1,183 @@
+"""Where a plane's bits lie in device memory: frames of whole rows, columns interleaved for tensor-core operands.
+
+Frame f of a plane holds rows [f * rows_per_frame, (f + 1) * rows_per_frame). Inside a frame come column blocks of 512
+columns, each [rows_per_frame][16 words], then one tail block [rows_per_frame][W words] with the columns that are left.
+So the frame of a row does not depend on the column, and 16 rows of a block are one contiguous, 128-byte aligned piece.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+BLOCK_COLUMNS = 512
+BLOCK_WORDS = 16
+ROW_GROUP = 16
+FRAME_ALIGNMENT = 128
+SMALLEST_FRAME_BYTES = 4 * 1024
+LARGEST_FRAME_BYTES = 64 * 1024
+
+
+class PlaneGeometry(NamedTuple):
+    """How one plane of an N x K linear-block is cut into frames."""
+
+    rows: int
+    columns: int
+    frame_bytes: int
+    rows_per_frame: int
+    frames: int
+
+    @property
+    def full_blocks(self) -> int:
+        """Column blocks of 512 columns."""
+        return self.columns // BLOCK_COLUMNS
+
+    @property
+    def tail_words(self) -> int:
+        """Words per row of the tail block; even, 0 when 512 divides the columns."""
+        return row_words(self.columns) - BLOCK_WORDS * self.full_blocks
+
+    @property
+    def words(self) -> int:
+        """Stored uint32 words per row."""
+        return row_words(self.columns)
+
+
+def row_words(columns: int) -> int:
+    """Stored uint32 words per row: ceil(K / 32), rounded up to even because columns are interleaved in word pairs."""
+    return -(-columns // 64) * 2
+
+
+def plane_geometry(rows: int, columns: int, frame_bytes: int) -> PlaneGeometry:
+    """The cut of an N x K plane; ValueError when a frame cannot hold 16 rows or is not a multiple of 128 bytes."""
+    if rows < 1 or columns < 1:
+        raise ValueError(f"a plane has {rows} rows and {columns} columns; both must be at least 1")
+    if frame_bytes < FRAME_ALIGNMENT or frame_bytes % FRAME_ALIGNMENT:
+        raise ValueError(f"frame_bytes is {frame_bytes}; give a positive multiple of {FRAME_ALIGNMENT}")
+    group_bytes = ROW_GROUP * 4 * row_words(columns)
+    if frame_bytes < group_bytes:
+        raise ValueError(
+            f"frame_bytes is {frame_bytes}, but {ROW_GROUP} rows of {columns} columns take {group_bytes}; "
+            f"give at least {group_bytes}"
+        )
+    rows_per_frame = ROW_GROUP * (frame_bytes // group_bytes)
+    return PlaneGeometry(rows, columns, frame_bytes, rows_per_frame, -(-rows // rows_per_frame))
+
+
+@lru_cache(maxsize=64)
+def stored_columns(columns: int) -> np.ndarray:
+    """(32 * words,) int64: the column kept at each stored position (32 * word + bit); K or more means padding."""
+    words = row_words(columns)
+    word, bit = np.divmod(np.arange(32 * words), 32)
+    block, word = np.divmod(word, BLOCK_WORDS)
+    block_words = np.where(block < columns // BLOCK_COLUMNS, BLOCK_WORDS, words % BLOCK_WORDS)
+    nibble = bit >> 2
+    q = ((bit & 3) << 2) | (((nibble >> 2) & 1) << 1) | (nibble & 1)
+    j = ((word & 1) << 4) | q
+    w = (word & ~1) | ((nibble >> 1) & 1)
+    stored = BLOCK_COLUMNS * block + block_words * j + w
+    stored.setflags(write=False)
+    return stored
+
+
+def to_device_order(planes: torch.Tensor, geometry: PlaneGeometry) -> torch.Tensor:
+    """Planes in the checkpoint's plain order, (..., N, ceil(K / 32)) int32 on the CPU, as the bytes of their frames.
+
+    Returns uint8 (..., frames * frame_bytes). Padding rows, columns and the unused end of each frame are zero.
+    """
+    plain_words = -(-geometry.columns // 32)
+    if planes.dtype != torch.int32 or planes.shape[-2:] != (geometry.rows, plain_words):
+        raise ValueError(
+            f"planes are {planes.dtype} {tuple(planes.shape)}; give int32 (..., {geometry.rows}, {plain_words})"
+        )
+    flat = planes.detach().contiguous().numpy().view(np.uint8).reshape(-1, geometry.rows, 4 * plain_words)
+    pages = np.zeros((len(flat), geometry.frames * geometry.frame_bytes), np.uint8)
+    for page, plane in zip(pages, flat, strict=True):
+        _fill_frames(page, plane, geometry)
+    return torch.from_numpy(pages).reshape(*planes.shape[:-2], -1)
+
+
+def from_device_order(pages: torch.Tensor, geometry: PlaneGeometry) -> torch.Tensor:
+    """The inverse of `to_device_order`: uint8 (..., frames * frame_bytes) to int32 (..., N, ceil(K / 32))."""
+    page_bytes = geometry.frames * geometry.frame_bytes
+    if pages.dtype != torch.uint8 or pages.shape[-1] != page_bytes:
+        raise ValueError(f"pages are {pages.dtype} {tuple(pages.shape)}; give uint8 (..., {page_bytes})")
+    plain_words = -(-geometry.columns // 32)
+    flat = pages.detach().contiguous().numpy().reshape(-1, page_bytes)
+    planes = np.empty((len(flat), geometry.rows, 4 * plain_words), np.uint8)
+    for plane, page in zip(planes, flat, strict=True):
+        plane[:] = _read_frames(page, geometry)
+    return torch.from_numpy(planes.view(np.int32)).reshape(*pages.shape[:-1], geometry.rows, plain_words)
+
+
+def choose_frame_bytes(shapes: Iterable[tuple[int, int]]) -> int:
+    """The frame size for linear-blocks of the given (N, K), one entry each: least waste, then the largest.
+
+    Large frames make few, long copies. Sizes run from 4 to 64 KiB; planes smaller than 4 KiB allow smaller frames.
+    """
+    counted = Counter(shapes)
+    if not counted:
+        raise ValueError("no shapes given; name the (N, K) of at least one linear-block")
+    needed = max(ROW_GROUP * 4 * row_words(columns) for _, columns in counted)
+    smallest_plane = min(_payload_bytes(rows, columns) for rows, columns in counted)
+    lowest = max(needed, min(SMALLEST_FRAME_BYTES, smallest_plane))
+    candidates = range(lowest, max(LARGEST_FRAME_BYTES, lowest) + 1, FRAME_ALIGNMENT)
+    # To a tenth of a percent: below that, longer copies are worth more than the bytes.
+    return min(candidates, key=lambda size: (round(frame_waste(counted, size), 3), -size))
+
+
+def frame_waste(counted: Counter[tuple[int, int]], frame_bytes: int) -> float:
+    """Bytes that frames hold beyond the planes' own, as a fraction of the planes' own."""
+    held = sum(
+        count * plane_geometry(rows, columns, frame_bytes).frames * frame_bytes
+        for (rows, columns), count in counted.items()
+    )
+    payload = sum(count * rows * columns / 8 for (rows, columns), count in counted.items())
+    return held / payload - 1
+
+
+def _payload_bytes(rows: int, columns: int) -> int:
+    return -(-rows // ROW_GROUP) * ROW_GROUP * 4 * row_words(columns)
+
+
+def _fill_frames(page: np.ndarray, plane: np.ndarray, geometry: PlaneGeometry) -> None:
+    stored = stored_columns(geometry.columns)
+    padded = np.zeros((geometry.rows, 32 * geometry.words), np.uint8)
+    bits = np.unpackbits(plane, axis=1, bitorder="little", count=geometry.columns)
+    valid = stored < geometry.columns
+    padded[:, valid] = bits[:, stored[valid]]
+    rows = np.zeros((geometry.frames * geometry.rows_per_frame, 4 * geometry.words), np.uint8)
+    rows[: geometry.rows] = np.packbits(padded, axis=1, bitorder="little")
+    for piece, first, last in _pieces(page, geometry):
+        piece[:] = rows[:, first:last].reshape(piece.shape)
+
+
+def _read_frames(page: np.ndarray, geometry: PlaneGeometry) -> np.ndarray:
+    stored = stored_columns(geometry.columns)
+    rows = np.empty((geometry.frames * geometry.rows_per_frame, 4 * geometry.words), np.uint8)
+    for piece, first, last in _pieces(page, geometry):
+        rows[:, first:last] = piece.reshape(len(rows), last - first)
+    padded = np.unpackbits(rows[: geometry.rows], axis=1, bitorder="little")
+    bits = np.zeros((geometry.rows, 32 * -(-geometry.columns // 32)), np.uint8)
+    valid = stored < geometry.columns
+    bits[:, stored[valid]] = padded[:, valid]
+    return np.packbits(bits, axis=1, bitorder="little")
+
+
+def _pieces(page: np.ndarray, geometry: PlaneGeometry) -> list[tuple[np.ndarray, int, int]]:
+    """(view (frames, rows_per_frame, bytes), first, last byte of a row) of each column block."""
+    frames = page.reshape(geometry.frames, geometry.frame_bytes)
+    widths = [BLOCK_WORDS] * geometry.full_blocks + [geometry.tail_words] * (geometry.tail_words > 0)
+    pieces, first = [], 0
+    for words in widths:
+        last = first + 4 * words
+        offset = geometry.rows_per_frame * first
+        block = frames[:, offset : offset + geometry.rows_per_frame * 4 * words]
+        pieces.append((block.reshape(geometry.frames, geometry.rows_per_frame, 4 * words), first, last))
+        first = last
+    return pieces

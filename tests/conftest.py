@@ -1,0 +1,29 @@
+"""Runs Triton kernels through its interpreter where there is no CUDA device, and sets the hypothesis profiles."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Before anything imports triton: the decorator decides at definition time.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from hypothesis import HealthCheck, settings
+
+_SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile(
+    "cpu", max_examples=12, derandomize=True, deadline=None, database=None, suppress_health_check=_SLOW_IS_FINE
+)
+settings.register_profile("gpu", max_examples=50, deadline=None, suppress_health_check=_SLOW_IS_FINE)
+settings.load_profile("gpu" if torch.cuda.is_available() else "cpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
