@@ -1,0 +1,236 @@
+"""Policy: everything offline calibration hands the planner (the paper's Omega_off), as plain numpy data.
+
+A policy is a pair of files beside the checkpoint: policy.safetensors (arrays) and policy.json (version, scalars).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from pagedweight.layout import Layout, Projection
+
+FORMAT_VERSION = 1
+FEATURE_TRANSFORMS = ("raw", "log")
+
+_INTEGER_ARRAYS = ("blocks", "floors", "depth_caps")
+_ARRAYS = (
+    *_INTEGER_ARRAYS,
+    *("s_bar", "m_cal", "bucket_edges", "multipliers", "head_weights", "head_bias", "head_confidence"),
+)
+_SCALARS = ("alpha", "rho_min", "rho_max", "epsilon")
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """Offline calibration's results. R rows in layout order, W widths, 2 projections; float64 unless said.
+
+    blocks: int64 (R, 3), each row's (layer number, expert, projection).
+    widths: the supported bitwidths, ascending; index w below means widths[w].
+    s_bar: (R, W), damage per unit of routing mass at each width; s_i^b is s_bar * m_cal.
+    m_cal: (R,), routing mass of the row's expert seen in calibration.
+    bucket_edges: (buckets - 1,), ascending shares in (0, 1): an expert's bucket is the number of edges that the share
+        of strictly colder experts in its layer reaches. Bucket 0 is the coldest.
+    multipliers: (buckets,), mu: weighs predicted damage by bucket once live routing is known.
+    floors: int64 (stages, buckets), lowest width by bitwidth-floor stage; later stages never have higher floors.
+    depth_caps: int64 (levels, buckets), most width steps one plan lowers a row by; later levels are never tighter.
+    head_weights (2, W, W, 3), head_bias (2, W, W): residual heads w, a of Eq. (5) by projection, from- and to-width.
+    head_confidence: (2, W, W), c of Eq. (6), from 0 to 1; 0 where there is no head.
+    feature_transform: what heads read: "raw" norms phi, or their logarithms ("log").
+    alpha, rho_min, rho_max: strength and clipping bounds of Eq. (6). epsilon: damage floor of Eq. (8).
+    """
+
+    blocks: np.ndarray
+    widths: tuple[int, ...]
+    s_bar: np.ndarray
+    m_cal: np.ndarray
+    bucket_edges: np.ndarray
+    multipliers: np.ndarray
+    floors: np.ndarray
+    depth_caps: np.ndarray
+    head_weights: np.ndarray
+    head_bias: np.ndarray
+    head_confidence: np.ndarray
+    alpha: float = 0.0
+    rho_min: float = -1.0
+    rho_max: float = 1.0
+    epsilon: float = 1e-12
+    feature_transform: str = "raw"
+
+    def __post_init__(self) -> None:
+        for name in _ARRAYS:
+            dtype = np.int64 if name in _INTEGER_ARRAYS else np.float64
+            array = np.array(getattr(self, name), dtype=dtype)
+            array.flags.writeable = False
+            object.__setattr__(self, name, array)
+        object.__setattr__(self, "widths", tuple(int(b) for b in self.widths))
+        _check_shapes(self)
+        _check_values(self)
+
+    @classmethod
+    def from_sensitivity(cls, layout: Layout, s_bar: np.ndarray, m_cal: np.ndarray) -> Policy:
+        """A policy that knows sensitivity alone: one bucket, no residual, no floor above the lowest width.
+
+        s_bar: (R, W) with R = layout.rows and W = len(layout.widths); m_cal: (R,).
+        """
+        width_count = len(layout.widths)
+        s_bar = np.asarray(s_bar, dtype=np.float64)
+        scale = float(np.mean(s_bar * np.asarray(m_cal, dtype=np.float64)[:, None])) if s_bar.ndim == 2 else 0.0
+        return cls(
+            blocks=np.array([(b.layer, b.expert, int(b.projection)) for b in layout.blocks()]),
+            widths=layout.widths,
+            s_bar=s_bar,
+            m_cal=m_cal,
+            bucket_edges=np.empty(0),
+            multipliers=np.ones(1),
+            floors=np.array([[layout.floor_width]]),
+            depth_caps=np.array([[width_count]]),
+            head_weights=np.zeros((2, width_count, width_count, 3)),
+            head_bias=np.zeros((2, width_count, width_count)),
+            head_confidence=np.zeros((2, width_count, width_count)),
+            # Small beside any damage that matters, so that Eq. (8) only breaks ties between blocks that cost nothing.
+            epsilon=max(1e-9 * scale, 1e-30) if math.isfinite(scale) else 1e-12,
+        )
+
+    @property
+    def rows(self) -> int:
+        return len(self.m_cal)
+
+    @property
+    def sensitivity(self) -> np.ndarray:
+        """(R, W), s_i^b in units of the loss calibration measured: s_bar * m_cal."""
+        return self.s_bar * self.m_cal[:, None]
+
+    def replaced(self, **changes: object) -> Policy:
+        """A copy with some fields changed, checked again."""
+        return replace(self, **changes)
+
+    def check_layout(self, layout: Layout) -> None:
+        """ValueError unless the policy was made for this layout's blocks and widths."""
+        if self.widths != layout.widths:
+            raise ValueError(f"the policy is for widths {self.widths}, the model has {layout.widths}; calibrate again")
+        blocks = np.array([(b.layer, b.expert, int(b.projection)) for b in layout.blocks()])
+        if blocks.shape != self.blocks.shape or (blocks != self.blocks).any():
+            raise ValueError(
+                f"the policy is for {self.rows} linear-blocks that are not the model's {layout.rows}; calibrate again"
+            )
+
+    def save(self, folder: str | Path) -> None:
+        """Write policy.safetensors and policy.json into a folder that exists."""
+        folder = Path(folder)
+        save_file({name: np.ascontiguousarray(getattr(self, name)) for name in _ARRAYS}, folder / "policy.safetensors")
+        scalars = {name: getattr(self, name) for name in (*_SCALARS, "feature_transform")}
+        document = {"format_version": FORMAT_VERSION, "widths": list(self.widths), **scalars}
+        (folder / "policy.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Policy:
+        """Read what save wrote. Unknown fields of newer writers warn; damaged or non-finite content is a ValueError."""
+        folder = Path(folder)
+        document = _read_json(folder / "policy.json")
+        try:
+            arrays = load_file(folder / "policy.safetensors")
+        except SafetensorError as error:
+            raise ValueError(f"{folder / 'policy.safetensors'} is damaged ({error}); calibrate again") from error
+        if document.get("format_version") != FORMAT_VERSION:
+            raise ValueError(
+                f"{folder / 'policy.json'} has format_version {document.get('format_version')}; "
+                f"this release reads {FORMAT_VERSION}"
+            )
+        return cls(**_known_fields(folder, {**document, **arrays}))
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); calibrate again") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{path} holds a {type(document).__name__}; it must hold one object")
+    return document
+
+
+def _known_fields(folder: Path, content: Mapping[str, object]) -> dict[str, object]:
+    names = {field.name for field in fields(Policy)}
+    missing = sorted(names - set(content))
+    if missing:
+        raise ValueError(f"the policy in {folder} lacks {', '.join(missing)}; calibrate again")
+    unknown = sorted(set(content) - names - {"format_version"})
+    if unknown:
+        warnings.warn(f"the policy in {folder} has unknown fields {', '.join(unknown)}; ignored", stacklevel=3)
+    return {name: content[name] for name in names}
+
+
+def _check_shapes(policy: Policy) -> None:
+    rows, width_count = policy.m_cal.size, len(policy.widths)
+    buckets = policy.multipliers.size
+    expected = {
+        "blocks": (rows, 3),
+        "m_cal": (rows,),
+        "s_bar": (rows, width_count),
+        "bucket_edges": (max(buckets - 1, 0),),
+        "multipliers": (max(buckets, 1),),
+        "floors": (max(policy.floors.shape[0], 1) if policy.floors.ndim else 1, buckets),
+        "depth_caps": (max(policy.depth_caps.shape[0], 1) if policy.depth_caps.ndim else 1, buckets),
+        "head_weights": (2, width_count, width_count, 3),
+        "head_bias": (2, width_count, width_count),
+        "head_confidence": (2, width_count, width_count),
+    }
+    for name, shape in expected.items():
+        if getattr(policy, name).shape != shape:
+            raise ValueError(f"policy {name} has shape {getattr(policy, name).shape}; it must be {shape}")
+
+
+def _check_values(policy: Policy) -> None:
+    _check_sensitivity(policy)
+    for name in _ARRAYS:
+        if not np.isfinite(getattr(policy, name)).all():
+            raise ValueError(f"policy {name} holds a value that is not finite; calibrate again")
+    for name in ("m_cal", "multipliers", "head_confidence"):
+        if (getattr(policy, name) < 0).any():
+            raise ValueError(f"policy {name} holds a negative value; calibrate again")
+    for name in _SCALARS:
+        if not math.isfinite(getattr(policy, name)):
+            raise ValueError(f"policy {name} is {getattr(policy, name)}; it must be finite")
+    if (policy.head_confidence > 1).any():
+        raise ValueError("policy head_confidence exceeds 1; it is a share")
+    edges = policy.bucket_edges
+    if ((edges <= 0) | (edges >= 1)).any() or (np.diff(edges) <= 0).any():
+        raise ValueError(f"policy bucket_edges are {edges.tolist()}; give ascending shares between 0 and 1")
+    if not np.isin(policy.floors, policy.widths).all():
+        raise ValueError(f"policy floors {policy.floors.tolist()} are not all among the widths {policy.widths}")
+    if (np.diff(policy.floors, axis=0) > 0).any():
+        raise ValueError(
+            f"policy floors {policy.floors.tolist()} rise from one stage to the next; order them downwards"
+        )
+    if (policy.depth_caps < 1).any() or (np.diff(policy.depth_caps, axis=0) < 0).any():
+        raise ValueError(f"policy depth_caps {policy.depth_caps.tolist()} must be at least 1 and never tighten")
+    if policy.alpha < 0 or policy.epsilon <= 0 or policy.rho_min > policy.rho_max:
+        raise ValueError(
+            f"policy alpha {policy.alpha} must not be negative, epsilon {policy.epsilon} must be positive, and "
+            f"rho_min {policy.rho_min} must not exceed rho_max {policy.rho_max}"
+        )
+    if policy.feature_transform not in FEATURE_TRANSFORMS:
+        raise ValueError(
+            f"policy feature_transform is {policy.feature_transform!r}; use {' or '.join(FEATURE_TRANSFORMS)}"
+        )
+
+
+def _check_sensitivity(policy: Policy) -> None:
+    bad = np.argwhere(~(np.isfinite(policy.s_bar) & (policy.s_bar >= 0)))
+    if bad.size:
+        row, width_index = bad[0]
+        layer, expert, projection = policy.blocks[row]
+        raise ValueError(
+            f"policy s_bar of layers.{layer}.experts.{expert}.{Projection(int(projection)).label} for the transition "
+            f"{policy.widths[-1]} -> {policy.widths[width_index]} bits is {policy.s_bar[row, width_index]}; "
+            "it must be finite and not negative: calibrate again"
+        )
