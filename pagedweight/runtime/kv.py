@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from pagedweight.runtime.frames import Arena
+
 
 class KVState(NamedTuple):
     """free_blocks: F_blk, blocks that could be allocated now. block_bytes: B_KV, bytes of one block over all layers.
@@ -52,3 +54,16 @@ class CallableGauge:
 
     def read(self) -> KVState:
         return checked(self._read_state())
+
+
+class ArenaGauge:
+    """A gauge for KV blocks that live in the arena itself: a released page's frames are free blocks at once."""
+
+    def __init__(self, arena: Arena, block_frames: int) -> None:
+        if block_frames < 1:
+            raise ValueError(f"a KV block of {block_frames} frames was asked for; it needs at least one")
+        self._arena = arena
+        self._block_frames = block_frames
+
+    def read(self) -> KVState:
+        return KVState(self._arena.free_frames // self._block_frames, self._block_frames * self._arena.frame_bytes)

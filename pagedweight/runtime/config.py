@@ -1,0 +1,61 @@
+"""RuntimeConfig: every choice a user has over the runtime, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FRAME_ALIGNMENT_BYTES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeConfig:
+    """Sizes, thresholds and periods of the runtime.
+
+    budget_bytes: device bytes for expert weights and KV cache together; None holds every weight at the parent width.
+    frame_bytes: bytes of an arena frame; None lets the kernels choose for the model's shapes.
+    block_tokens: tokens of one KV block.
+    offload_free_blocks: weights give memory away when this many KV blocks or fewer are free.
+    reload_free_blocks: weights take memory back only while more KV blocks than this stay free.
+    min_dwell_steps: boundaries for which a changed row keeps its width before it may be raised.
+    plan_period_steps: boundaries between plans while there is no pressure; under pressure every boundary plans.
+    max_loading_bytes: bytes in flight to the device at once; bounds what one boundary launches.
+    host_pinned_bytes: page-locked host memory for page copies; None locks all of it. The rest is pageable, and slower.
+    max_requests: request slots of the routing statistics.
+    deterministic: wait at each boundary for every transfer, so that results do not depend on copy speed.
+    """
+
+    budget_bytes: int | None = None
+    frame_bytes: int | None = None
+    block_tokens: int = 16
+    offload_free_blocks: int = 8
+    reload_free_blocks: int = 16
+    min_dwell_steps: int = 4
+    plan_period_steps: int = 8
+    max_loading_bytes: int = 512 * 2**20
+    host_pinned_bytes: int | None = None
+    max_requests: int = 1
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("budget_bytes", "frame_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; give a positive number of bytes, or None")
+        for name in ("block_tokens", "plan_period_steps", "max_loading_bytes", "max_requests"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("offload_free_blocks", "min_dwell_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if self.host_pinned_bytes is not None and self.host_pinned_bytes < 0:
+            raise ValueError(f"host_pinned_bytes is {self.host_pinned_bytes}; give 0 for none, or None for all")
+        if self.frame_bytes is not None and self.frame_bytes % FRAME_ALIGNMENT_BYTES:
+            raise ValueError(
+                f"frame_bytes is {self.frame_bytes}; it must be a multiple of {FRAME_ALIGNMENT_BYTES}, "
+                "so that kernels can load aligned words"
+            )
+        if self.reload_free_blocks <= self.offload_free_blocks:
+            raise ValueError(
+                f"reload_free_blocks is {self.reload_free_blocks} and offload_free_blocks {self.offload_free_blocks}; "
+                "reload must be the larger, or pages would move back and forth"
+            )

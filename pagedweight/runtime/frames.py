@@ -1,0 +1,183 @@
+"""The arena: one device byte range cut into frames, each with exactly one owner. No policy lives here.
+
+Single frames (planes, KV) come from the high end and contiguous runs (tables, KV slabs) from the low end, so that
+runs stay easy to find. Bookkeeping is on the host; the device never waits for it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pagedweight.runtime.config import FRAME_ALIGNMENT_BYTES
+
+_SCAN_FRAMES = 4096
+
+
+class OwnerKind(enum.IntEnum):
+    """What a frame holds."""
+
+    FREE = 0
+    PLANE = 1
+    TABLE = 2
+    KV = 3
+
+
+class Owner(NamedTuple):
+    """Who holds a frame; row is the table row of a plane or table, -1 for KV."""
+
+    kind: OwnerKind
+    row: int = -1
+
+
+KV_OWNER = Owner(OwnerKind.KV)
+
+
+class OutOfFrames(RuntimeError):
+    """The arena has too few free frames, or no run that is long enough, right now; nothing was allocated."""
+
+
+class Arena:
+    """budget_bytes of device memory as whole frames; what does not fill a frame is not taken.
+
+    memory: uint8 (frames * frame_bytes,), 128-byte aligned. Uninitialised.
+    """
+
+    def __init__(self, budget_bytes: int, frame_bytes: int, device: torch.device | str = "cpu") -> None:
+        if frame_bytes < 1 or frame_bytes % FRAME_ALIGNMENT_BYTES:
+            raise ValueError(f"frame_bytes is {frame_bytes}; give a positive multiple of {FRAME_ALIGNMENT_BYTES}")
+        self.frames = budget_bytes // frame_bytes
+        if self.frames < 1:
+            raise ValueError(f"the budget of {budget_bytes} bytes holds no frame of {frame_bytes} bytes; raise it")
+        self.frame_bytes = frame_bytes
+        self.memory = _aligned_bytes(self.frames * frame_bytes, device)
+        self.rows = self.memory.view(self.frames, frame_bytes)
+        self._base_address = self.memory.data_ptr()
+        self._kind = np.zeros(self.frames, dtype=np.uint8)
+        self._row = np.full(self.frames, -1, dtype=np.int32)
+        self._held = np.zeros(len(OwnerKind), dtype=np.int64)
+        self._held[OwnerKind.FREE] = self.frames
+        # Every frame at or above _high, and every frame below _low, is taken: searches start there.
+        self._high = self.frames
+        self._low = 0
+
+    @property
+    def free_frames(self) -> int:
+        return int(self._held[OwnerKind.FREE])
+
+    @property
+    def free_bytes(self) -> int:
+        return self.free_frames * self.frame_bytes
+
+    def bytes_by_owner(self) -> dict[str, int]:
+        """Bytes held by planes, tables and KV, and free bytes; they sum to the arena."""
+        return {kind.name.lower(): int(self._held[kind]) * self.frame_bytes for kind in OwnerKind}
+
+    def owner(self, frame: int) -> Owner:
+        return Owner(OwnerKind(int(self._kind[frame])), int(self._row[frame]))
+
+    def owned_by(self, owner: Owner) -> np.ndarray:
+        """int64 ids of the frames an owner holds, ascending. Walks the arena: for checks, not for every step."""
+        return np.flatnonzero((self._kind == owner.kind) & (self._row == owner.row))
+
+    def address(self, frames: np.ndarray) -> np.ndarray:
+        """int64 absolute device addresses of frames."""
+        return self._base_address + np.asarray(frames, dtype=np.int64) * self.frame_bytes
+
+    def view(self, frame: int, count: int = 1) -> torch.Tensor:
+        """uint8 (count * frame_bytes,), the memory of a frame or of a run of frames; writes go to the arena."""
+        return self.memory[frame * self.frame_bytes : (frame + count) * self.frame_bytes]
+
+    def allocate(self, count: int, owner: Owner) -> np.ndarray:
+        """int64 (count,) ids of frames anywhere, ascending, the highest free ones. Raises OutOfFrames."""
+        if count > self.free_frames:
+            raise OutOfFrames(f"{count} frames of {self.frame_bytes} bytes wanted, {self.free_frames} are free")
+        found: list[np.ndarray] = []
+        missing, stop = count, self._high
+        while missing:
+            start = max(0, stop - _SCAN_FRAMES)
+            free = start + np.flatnonzero(self._kind[start:stop] == OwnerKind.FREE)[-missing:]
+            found.append(free)
+            missing -= len(free)
+            stop = start
+        frames = np.concatenate(found[::-1]) if found else np.empty(0, dtype=np.int64)
+        if count:
+            self._high = int(frames[0])
+        self._take(frames, owner)
+        return frames
+
+    def allocate_run(self, count: int, owner: Owner) -> int:
+        """First id of `count` contiguous frames, the lowest that fit. Raises OutOfFrames."""
+        first = self._find_run(count)
+        self._take(np.arange(first, first + count), owner)
+        return first
+
+    def free(self, frames: np.ndarray | Sequence[int]) -> None:
+        """Give frames back. ValueError, and no change, when a frame is free already or named twice."""
+        frames = np.asarray(frames, dtype=np.int64)
+        kinds = self._kind[frames]
+        if not kinds.all():
+            raise ValueError(f"frame {int(frames[kinds == 0][0])} is free already; a frame is given back once")
+        if len(np.unique(frames)) != len(frames):
+            raise ValueError("a frame is named twice in one release; a frame is given back once")
+        if not len(frames):
+            return
+        self._held -= np.bincount(kinds, minlength=len(OwnerKind))
+        self._held[OwnerKind.FREE] += len(frames)
+        self._kind[frames] = OwnerKind.FREE
+        self._row[frames] = -1
+        self._high = max(self._high, int(frames.max()) + 1)
+        self._low = min(self._low, int(frames.min()))
+
+    def check(self) -> None:
+        """Assert that the counts agree with the owners and that no free frame lies beyond the search marks."""
+        held = np.bincount(self._kind, minlength=len(OwnerKind))
+        assert (held == self._held).all(), (held, self._held)
+        assert held.sum() == self.frames, (held, self.frames)
+        assert self._kind[self._high :].all(), self._high
+        assert self._kind[: self._low].all(), self._low
+        weights = (self._kind == OwnerKind.PLANE) | (self._kind == OwnerKind.TABLE)
+        assert (self._row[weights] >= 0).all()
+        assert (self._row[~weights] == -1).all()
+
+    def _take(self, frames: np.ndarray, owner: Owner) -> None:
+        assert owner.kind != OwnerKind.FREE, owner
+        self._kind[frames] = owner.kind
+        self._row[frames] = owner.row
+        self._held[owner.kind] += len(frames)
+        self._held[OwnerKind.FREE] -= len(frames)
+
+    def _find_run(self, count: int) -> int:
+        """The lowest start of `count` free frames; looks at doubling windows from the low mark."""
+        if count < 1:
+            raise ValueError(f"a run of {count} frames was asked for; it needs at least one")
+        window = max(_SCAN_FRAMES, 2 * count)
+        while count <= self.free_frames:
+            stop = min(self.frames, self._low + window)
+            free = self._kind[self._low : stop] == OwnerKind.FREE
+            edges = np.flatnonzero(np.diff(free, prepend=False, append=False))
+            starts, lengths = edges[::2], edges[1::2] - edges[::2]
+            fits = starts[lengths >= count]
+            first = self._low + int(fits[0]) if len(fits) else -1
+            self._low = self._low + int(starts[0]) if len(starts) else stop
+            if first >= 0:
+                return first
+            if stop == self.frames:
+                break
+            window *= 2
+        raise OutOfFrames(
+            f"a run of {count} frames of {self.frame_bytes} bytes wanted; {self.free_frames} frames are free, "
+            "none of their runs is that long"
+        )
+
+
+def _aligned_bytes(count: int, device: torch.device | str) -> torch.Tensor:
+    """uint8 (count,) aligned for kernels; an ordinary tensor even when made inside inference mode."""
+    with torch.inference_mode(False):
+        raw = torch.empty(count + FRAME_ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+        shift = -raw.data_ptr() % FRAME_ALIGNMENT_BYTES
+        return raw[shift : shift + count]
