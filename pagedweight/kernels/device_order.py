@@ -146,26 +146,25 @@ def _payload_bytes(rows: int, columns: int) -> int:
 
 
 def _fill_frames(page: np.ndarray, plane: np.ndarray, geometry: PlaneGeometry) -> None:
-    stored = stored_columns(geometry.columns)
-    padded = np.zeros((geometry.rows, 32 * geometry.words), np.uint8)
-    bits = np.unpackbits(plane, axis=1, bitorder="little", count=geometry.columns)
-    valid = stored < geometry.columns
-    padded[:, valid] = bits[:, stored[valid]]
+    bits = np.zeros((geometry.rows, geometry.columns + 1), np.uint8)
+    bits[:, :-1] = np.unpackbits(plane, axis=1, bitorder="little", count=geometry.columns)
+    # Every padding position takes the zero column at the end.
+    positions = np.minimum(stored_columns(geometry.columns), geometry.columns)
     rows = np.zeros((geometry.frames * geometry.rows_per_frame, 4 * geometry.words), np.uint8)
-    rows[: geometry.rows] = np.packbits(padded, axis=1, bitorder="little")
+    rows[: geometry.rows] = np.packbits(np.take(bits, positions, axis=1), axis=1, bitorder="little")
     for piece, first, last in _pieces(page, geometry):
         piece[:] = rows[:, first:last].reshape(piece.shape)
 
 
 def _read_frames(page: np.ndarray, geometry: PlaneGeometry) -> np.ndarray:
-    stored = stored_columns(geometry.columns)
     rows = np.empty((geometry.frames * geometry.rows_per_frame, 4 * geometry.words), np.uint8)
     for piece, first, last in _pieces(page, geometry):
         rows[:, first:last] = piece.reshape(len(rows), last - first)
-    padded = np.unpackbits(rows[: geometry.rows], axis=1, bitorder="little")
+    stored = np.unpackbits(rows[: geometry.rows], axis=1, bitorder="little")
     bits = np.zeros((geometry.rows, 32 * -(-geometry.columns // 32)), np.uint8)
-    valid = stored < geometry.columns
-    bits[:, stored[valid]] = padded[:, valid]
+    # argsort of a permutation is its inverse; padding positions sort last.
+    columns = np.argsort(stored_columns(geometry.columns))[: geometry.columns]
+    bits[:, : geometry.columns] = np.take(stored, columns, axis=1)
     return np.packbits(bits, axis=1, bitorder="little")
 
 
