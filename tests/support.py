@@ -1,0 +1,175 @@
+"""Shared by all tests: tolerances, one comparison, and MoE layers of random codes placed in a poisoned arena."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from pagedweight.kernels.device_order import choose_frame_bytes, plane_geometry, to_device_order
+from pagedweight.layout import BlockTables, MoeLayer, Projection, RoutingStats
+
+# Maximum error relative to the reference's maximum. 16-bit types round the operands of every product once.
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}
+
+GARBAGE = 0xFF  # as fp16 a NaN, as a plane all ones
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    """Fails unless |actual - expected| <= TOLERANCES[dtype] * max |expected| everywhere; NaN never passes."""
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    if not expected.numel():
+        return
+    limit = TOLERANCES[dtype or actual.dtype] * expected.double().abs().max()
+    error = (actual.double() - expected.double()).abs().max()
+    assert error <= limit, f"error {error:.3e} is above {limit:.3e}"
+
+
+def activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
+    if activation == "silu":
+        return torch.nn.functional.silu(gate)
+    return torch.nn.functional.gelu(gate, approximate="tanh")
+
+
+class Layer(NamedTuple):
+    """One MoE layer's codes and tables. codes: by table row, (N, K) parent codes; tables: by row, by width."""
+
+    shape: MoeLayer
+    widths: tuple[int, ...]
+    frame_bytes: int
+    first_row: int
+    codes: list[torch.Tensor]
+    tables: list[dict[int, torch.Tensor]]
+
+    def weight(self, row: int, bits: int) -> torch.Tensor:
+        """(N, K) fp64 values of one linear-block at a width."""
+        codes = self.codes[row] >> (self.widths[-1] - bits)
+        return self.tables[row][bits].double().gather(1, codes.long())
+
+    def dense(self, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """gate_up (E, 2I, H) and down (E, H, I) in fp64 at committed widths bits (2E,)."""
+        rows = [self.weight(row, int(b)) for row, b in enumerate(bits)]
+        return torch.stack(rows[0::2]), torch.stack(rows[1::2])
+
+    def moe(
+        self, x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor, bits: torch.Tensor
+    ) -> torch.Tensor:
+        """The layer's answer in fp64, token by token."""
+        gate_up, down = self.dense(bits)
+        out = torch.zeros(x.shape, dtype=torch.float64)
+        for token, (ids, weights) in enumerate(zip(expert_ids.tolist(), expert_weights.double(), strict=True)):
+            for expert, weight in zip(ids, weights, strict=True):
+                if 0 <= expert < self.shape.experts:
+                    gate, up = (gate_up[expert] @ x[token].double()).chunk(2)
+                    out[token] += weight * (down[expert] @ (activate(gate, self.shape.activation) * up))
+        return out
+
+    def place(self, bits: torch.Tensor, seed: int = 0, spare_frames: int = 3, garbage: int = GARBAGE) -> BlockTables:
+        """Writes the committed planes and tables into an arena of shuffled frames; everything else is garbage.
+
+        Addresses of planes above a committed width point at garbage too.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        geometries = [plane_geometry(*codes.shape, self.frame_bytes) for codes in self.codes]
+        runs = [-(-2 * len(c) * 2 ** int(b) // self.frame_bytes) for c, b in zip(self.codes, bits, strict=True)]
+        planes = sum(g.frames * int(b) for g, b in zip(geometries, bits, strict=True))
+        memory = aligned_bytes((sum(runs) + planes + spare_frames) * self.frame_bytes, garbage)
+        order = sum(runs) + torch.randperm(planes + spare_frames, generator=generator)
+        spare, taken = order[:spare_frames], spare_frames
+
+        rows = self.first_row + len(self.codes)
+        parent_width, most_frames = self.widths[-1], max(g.frames for g in geometries)
+        tables = BlockTables(
+            torch.zeros(rows, dtype=torch.int32),
+            memory.data_ptr() + self.frame_bytes * spare[0].repeat(rows, parent_width, most_frames),
+            torch.zeros(rows, dtype=torch.int64),
+            memory,
+        )
+        slot_order = torch.randperm(len(runs), generator=generator).tolist()
+        slots = self.frame_bytes * torch.tensor([0] + [runs[i] for i in slot_order]).cumsum(0)
+        offsets = dict(zip(slot_order, slots.tolist(), strict=False))
+        for i, (geometry, width) in enumerate(zip(geometries, bits.tolist(), strict=True)):
+            row = self.first_row + i
+            frames = order[taken : taken + width * geometry.frames].reshape(width, geometry.frames)
+            taken += frames.numel()
+            pages = to_device_order(pack(self.codes[i], parent_width)[:width], geometry)
+            memory.view(-1, self.frame_bytes)[frames] = pages.reshape(width, geometry.frames, -1)
+            tables.frame_address[row, :width, : geometry.frames] = memory.data_ptr() + self.frame_bytes * frames
+            table = self.tables[i][width].reshape(-1).view(torch.uint8)
+            memory[offsets[i] : offsets[i] + len(table)] = table
+            tables.table_address[row] = memory.data_ptr() + offsets[i]
+            tables.bits[row] = width
+        return tables
+
+    def arguments(self, tables: BlockTables, stats: RoutingStats, layer_index: int = 0) -> dict[str, object]:
+        """The keyword arguments of fused_moe that describe this layer."""
+        return {
+            **tables._asdict(),
+            **stats._asdict(),
+            "layer_index": layer_index,
+            "first_row": self.first_row,
+            "experts": self.shape.experts,
+            "intermediate": self.shape.intermediate,
+            "frame_bytes": self.frame_bytes,
+            "activation": self.shape.activation,
+            "widths": list(self.widths),
+        }
+
+
+def make_layer(
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    widths: tuple[int, ...] = (2, 3, 4, 5, 6),
+    *,
+    activation: str = "silu",
+    seed: int = 0,
+    first_row: int = 0,
+    frame_bytes: int | None = None,
+) -> Layer:
+    """A layer of random codes and random fp16 tables, scaled so that outputs are near 1."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = MoeLayer(0, experts, hidden, intermediate, activation)
+    codes, tables = [], []
+    for _ in range(experts):
+        for projection in Projection:
+            n, k = shape.shape(projection)
+            codes.append(torch.randint(0, 2 ** widths[-1], (n, k), generator=generator, dtype=torch.uint8))
+            tables.append({b: (torch.randn(n, 2**b, generator=generator) * k**-0.5).half() for b in widths})
+    chosen = frame_bytes or choose_frame_bytes([shape.shape(projection) for projection in Projection])
+    return Layer(shape, widths, chosen, first_row, codes, tables)
+
+
+def draw_bits(layer: Layer, seed: int = 0) -> torch.Tensor:
+    """(2E,) committed widths, any supported width for each linear-block."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randint(0, len(layer.widths), (len(layer.codes),), generator=generator)
+    return torch.tensor(layer.widths, dtype=torch.int32)[chosen]
+
+
+def draw_routing(
+    tokens: int, experts: int, per_token: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(T, A) int64 distinct expert ids and (T, A) positive weights that sum to 1 per token."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :per_token]
+    weights = torch.rand(tokens, per_token, generator=generator) + 0.1
+    return ids.contiguous(), (weights / weights.sum(1, keepdim=True)).to(dtype)
+
+
+def draw_tokens(tokens: int, hidden: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def pack(codes: torch.Tensor, width: int) -> torch.Tensor:
+    """(N, K) codes as (width, N, ceil(K / 32)) int32 planes in plain order, most significant plane first."""
+    bits = codes[None].long() >> torch.arange(width - 1, -1, -1)[:, None, None] & 1
+    padded = torch.nn.functional.pad(bits, (0, -codes.shape[1] % 32)).reshape(width, len(codes), -1, 32)
+    return (padded << torch.arange(32)).sum(-1).to(torch.int32)
+
+
+def aligned_bytes(size: int, value: int) -> torch.Tensor:
+    """uint8 (size,) filled with `value`, starting at a multiple of 128 bytes as device memory does."""
+    raw = torch.full((size + 128,), value, dtype=torch.uint8)
+    offset = -raw.data_ptr() % 128
+    return raw[offset : offset + size]
