@@ -178,11 +178,12 @@ def reads_environment(root: ast.Module) -> bool:
 
 
 def broad_handlers(root: ast.Module) -> list[int]:
-    """Line numbers of handlers that catch everything."""
+    """Line numbers of handlers that catch everything and keep it; cleaning up before a bare `raise` is fine."""
     return [
         node.lineno
         for node in ast.walk(root)
         if isinstance(node, ast.ExceptHandler)
+        and ast.unparse(node.body[-1]) != "raise"
         and (node.type is None or {"Exception", "BaseException"} & {n.id for n in names_in(node.type)})
     ]
 
