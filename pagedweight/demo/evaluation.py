@@ -54,16 +54,29 @@ class Meter:
         """Count logits (T, V) of the positions start..start+T of a window."""
         stop = start + len(logits)
         log_q = functional.log_softmax(logits.float(), dim=-1)
-        hidden = self._text.hidden[window, start:stop].to(self._head.dtype)
-        log_p = functional.log_softmax((hidden @ self._head.T).float(), dim=-1)
+        log_p = functional.log_softmax(self.reference_logits(window, start, stop), dim=-1)
         self._divergence += functional.kl_div(log_q, log_p, log_target=True, reduction="sum").item()
         self._positions += len(logits)
         targets = self._text.tokens[window, start + 1 : stop + 1]
         self._loss += functional.nll_loss(log_q[: len(targets)], targets, reduction="sum").item()
         self._targets += len(targets)
 
+    def reference_logits(self, window: int, start: int, stop: int) -> torch.Tensor:
+        """The bf16 model's logits (T, V) fp32 of the positions start..stop of a window."""
+        hidden = self._text.hidden[window, start:stop].to(self._head.dtype)
+        return (hidden @ self._head.T).float()
+
     def quality(self) -> Quality:
         return Quality(math.exp(self._loss / self._targets), self._divergence / self._positions)
+
+
+@torch.no_grad()
+def of_reference(model: torch.nn.Module, text: HeldOut) -> Quality:
+    """Quality of the bf16 model itself: its perplexity, and a divergence of zero."""
+    meter = Meter(model, text)
+    for window, tokens in enumerate(text.tokens):
+        meter.add(window, 0, meter.reference_logits(window, 0, len(tokens)))
+    return meter.quality()
 
 
 @torch.no_grad()
@@ -76,14 +89,15 @@ def whole_windows(model: torch.nn.Module, text: HeldOut, advance: Callable[[], N
     return meter.quality()
 
 
-@torch.no_grad()
 def chunked_windows(
     model: torch.nn.Module, text: HeldOut, new_cache: Callable[[], Any], chunk_tokens: int, meter: Meter
-) -> Iterator[tuple[int, Any]]:
-    """Read the windows a chunk at a time through caches of their own; yields (tokens read, cache) after each chunk."""
+) -> Iterator[int]:
+    """Read the windows a chunk at a time, each through a cache of its own; yields the window's tokens so far."""
     for window, tokens in enumerate(text.tokens):
         cache = new_cache()
         for start in range(0, len(tokens), chunk_tokens):
             chunk = tokens[start : start + chunk_tokens]
-            meter.add(window, start, model(chunk[None], past_key_values=cache).logits[0])
-            yield window * len(tokens) + start + len(chunk), cache
+            with torch.no_grad():
+                meter.add(window, start, model(chunk[None], past_key_values=cache).logits[0])
+            yield start + len(chunk)
+        cache.release()

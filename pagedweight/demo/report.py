@@ -71,9 +71,8 @@ def _quality_table(result: DemoResult) -> Table:
     for name in ("mean bits", "weights KiB", "perplexity", "KL to bf16 (nats)"):
         table.add_column(name, justify="right")
     for row in result.quality:
-        bits = "16.00" if row.mean_bits is None else f"{row.mean_bits:.2f}"
         quality = (f"{row.quality.perplexity:.2f}", f"{row.quality.kl_nats:.4f}")
-        table.add_row(row.name, bits, _kib(row.weight_bytes), *quality)
+        table.add_row(row.name, f"{row.mean_bits:.2f}", _kib(row.weight_bytes), *quality)
     return table
 
 
