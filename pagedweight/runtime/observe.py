@@ -102,7 +102,7 @@ def merge_requests(
 
 
 def request_features(mass: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """phi: routing-weighted mean input norm, RMS input norm, largest input norm; (..., 2, 3) from sums and (...) mass."""
+    """phi: routing-weighted mean, RMS and largest input norm; (..., 2, 3) from sums of that shape and (...) mass."""
     weight = mass.clamp_min(1e-30)[..., None]
     mean, mean_square, largest = sums[..., 0] / weight, sums[..., 1] / weight, sums[..., 2]
     return torch.stack([mean, mean_square.clamp_min(0).sqrt(), largest], dim=-1)

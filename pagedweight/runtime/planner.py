@@ -1,0 +1,98 @@
+"""The runtime planner, Algorithm 1: which linear-blocks give up bits so that the KV cache gets its bytes.
+
+Everything here is a pure function of the page table, one step's observation, the offline policy and the queue.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagedweight.policy import Policy
+from pagedweight.runtime import kv
+from pagedweight.runtime.observe import Observation
+from pagedweight.runtime.planner_queue import (
+    EMPTY_PLAN,
+    Plan,
+    Queue,
+    ladder,
+    refresh_plan_queue,
+    select_best_plan,
+    transitions,
+)
+from pagedweight.runtime.planner_raising import plan_raise
+from pagedweight.runtime.planner_scores import canonical, lowest_index, score_actions
+from pagedweight.runtime.planner_stages import largest_release, plans_for_targets
+from pagedweight.runtime.table_view import TableSnapshot
+
+__all__ = ["EMPTY_PLAN", "Plan", "Queue", "initial_bits", "plan_raise", "plan_step", "release_target_bytes"]
+
+
+def plan_step(table: TableSnapshot, observation: Observation, policy: Policy, queue: Queue) -> tuple[Queue, Plan]:
+    """One step of Algorithm 1: the refreshed queue, and the plan Pi, which stays empty until there is pressure.
+
+    The plan releases at least the target, or as much as floors, pins and the damage limit allow, with shortfall_bytes.
+    Floors and caps loosen, stage by stage and level by level, only where stricter ones cannot provide the target.
+    ValueError when the policy does not fit the table.
+    """
+    table, observation, policy, names = canonical(table, observation, policy)
+    target = release_target_bytes(table, observation)
+    scores = score_actions(table, observation, policy)
+    loosest = lowest_index(scores, table, observation, policy, -1, -1)
+    targets = ladder(observation.kv.block_bytes, largest_release(scores, loosest)) + [target] * (target > 0)
+    fresh, best = plans_for_targets(table, observation, policy, scores, targets, target, queue.step)
+    queue = refresh_plan_queue(queue, fresh, scores)
+    if target == 0 or best is None:
+        return queue, EMPTY_PLAN._replace(shortfall_bytes=target)
+    if best.released_bytes >= target:
+        strictest = (best.stage, best.level)
+        best = select_best_plan(queue.plans, scores, table, observation, policy, target, strictest) or best
+    moves = transitions(table, best.start, best.reached(), names)
+    return queue, Plan(moves, best.damage, best.released_bytes, max(0, target - best.released_bytes))
+
+
+def release_target_bytes(table: TableSnapshot, observation: Observation) -> int:
+    """D: bytes that weights must release now, from KV pressure (Eq. 7), the forecast and the weight limit.
+
+    Bytes in flight are on their way to the KV cache and count as released; the page table shows them already.
+    """
+    state = observation.kv
+    expected = state._replace(pending_blocks=state.pending_blocks + observation.forecast_blocks)
+    pressure = kv.target_bytes(expected, observation.threshold_blocks) - observation.in_flight_bytes
+    limit = observation.limits.weight_bytes
+    over_limit = 0 if limit is None else held_bytes(table) - limit
+    return max(0, pressure, over_limit)
+
+
+def held_bytes(table: TableSnapshot) -> int:
+    """Bytes of every row at its committed width."""
+    index = np.searchsorted(table.widths, table.committed)
+    return int(table.bytes[np.arange(len(index)), index].sum())
+
+
+def initial_bits(
+    table: TableSnapshot,
+    policy: Policy,
+    budget_bytes: int,
+    observation: Observation | None = None,
+) -> np.ndarray:
+    """(R,) widths within budget_bytes before serving: the same greedy from the parent width, without pressure.
+
+    observation: live signals and limits, if any. ValueError when even the lowest permitted widths do not fit.
+    """
+    observation = observation or Observation(kv.KVState(0, 1))
+    rows = len(table.committed)
+    parent = np.full(rows, table.widths[-1])
+    start = table._replace(committed=parent, desired=parent, busy=np.zeros(rows, dtype=bool))
+    limits = observation.limits._replace(weight_bytes=budget_bytes)
+    idle = observation._replace(kv=kv.KVState(1, 1), threshold_blocks=0, forecast_blocks=0, limits=limits)
+    _, plan = plan_step(start, idle, policy, Queue())
+    if plan.shortfall_bytes:
+        least = held_bytes(start) - plan.released_bytes
+        raise ValueError(
+            f"the expert weights need at least {least} bytes at their lowest permitted widths; the budget for them is "
+            f"{budget_bytes}: give more, or loosen floors, pins or the damage limit"
+        )
+    bits = parent.copy()
+    for transition in plan.transitions:
+        bits[transition.row] = transition.to_bits
+    return bits
