@@ -1,0 +1,211 @@
+"""Torch twins of the kernels: the definition of right, and the path on machines without CUDA.
+
+Weights are decoded in the stored column order and the inputs are permuted to it: that moves tokens, not weights.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from pagedweight.kernels.device_order import BLOCK_WORDS, PlaneGeometry, plane_geometry, stored_columns
+from pagedweight.layout import BlockTables, Projection, RoutingStats
+
+GATES = {"silu": functional.silu, "gelu_tanh": partial(functional.gelu, approximate="tanh")}
+
+# Weights decoded at once: small enough for the cache of a laptop, large enough that few steps decode a small model.
+DECODED_WEIGHTS = 1 << 22
+
+
+class Pairs(NamedTuple):
+    """The (token, choice) pairs of a batch by expert; pair p is choice p % A of token p // A.
+
+    order: int64, the pairs with an id in [0, E), by expert and then by pair.
+    counts: pairs of each expert, E numbers.
+    """
+
+    order: torch.Tensor
+    counts: list[int]
+
+
+def group_pairs(expert_ids: torch.Tensor, experts: int) -> Pairs:
+    """Groups the pairs of (T, A) ids by expert; ids outside [0, E) are left out."""
+    flat = expert_ids.reshape(-1).long()
+    keys = torch.where((flat >= 0) & (flat < experts), flat, experts)
+    counts = torch.bincount(keys, minlength=experts + 1)[:experts].tolist()
+    return Pairs(keys.argsort(stable=True)[: sum(counts)], counts)
+
+
+def fused_moe_reference(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    token_slot: torch.Tensor,
+    bits: torch.Tensor,
+    frame_address: torch.Tensor,
+    table_address: torch.Tensor,
+    memory: torch.Tensor,
+    mass: torch.Tensor,
+    counts: torch.Tensor,
+    features: torch.Tensor,
+    layer_index: int,
+    first_row: int,
+    experts: int,
+    intermediate: int,
+    frame_bytes: int,
+    activation: str,
+    widths: list[int],
+) -> torch.Tensor:
+    """out[t] = sum_a w[t, a] * down_e(act(gate_e x[t]) * up_e x[t]), e = expert_ids[t, a], in fp32. See `fused_moe`."""
+    tokens, hidden = x.shape
+    per_token = expert_ids.shape[1]
+    tables = BlockTables(bits, frame_address, table_address, memory)
+    gate_up_plane = plane_geometry(2 * intermediate, hidden, frame_bytes)
+    down_plane = plane_geometry(hidden, intermediate, frame_bytes)
+    pairs = group_pairs(expert_ids, experts)
+
+    inputs = x.float()
+    stored_inputs = to_stored_order(inputs)
+    down_norms = inputs.new_zeros(tokens * per_token)
+    outputs = inputs.new_zeros(tokens * per_token, hidden)
+    for active, groups in _chunks(pairs, gate_up_plane.rows * hidden + down_plane.rows * intermediate):
+        rows = first_row + 2 * torch.tensor(active, device=x.device)
+        gate_up = decode_blocks(tables, rows + Projection.GATE_UP, gate_up_plane)
+        down = decode_blocks(tables, rows + Projection.DOWN, down_plane)
+        for gate_up_weight, down_weight, group in zip(gate_up, down, groups, strict=True):
+            gate, up = functional.linear(stored_inputs[group // per_token], gate_up_weight).chunk(2, dim=-1)
+            inner = GATES[activation](gate) * up
+            down_norms[group] = inner.norm(dim=-1)
+            outputs[group] = functional.linear(to_stored_order(inner), down_weight)
+
+    routing_reference(
+        expert_ids,
+        expert_weights,
+        token_slot,
+        inputs.norm(dim=-1),
+        down_norms.view(tokens, per_token),
+        RoutingStats(mass, counts, features),
+        layer_index,
+    )
+    chosen = (expert_ids >= 0) & (expert_ids < experts)
+    weights = torch.where(chosen, expert_weights.float(), 0.0)
+    return (outputs.view(tokens, per_token, hidden) * weights[..., None]).sum(1).to(x.dtype)
+
+
+def routing_reference(
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    token_slot: torch.Tensor,
+    gate_up_norms: torch.Tensor,
+    down_norms: torch.Tensor,
+    stats: RoutingStats,
+    layer_index: int,
+) -> None:
+    """Adds one batch to the statistics of a layer, in place.
+
+    gate_up_norms: (T,) 2-norms of the layer's inputs; down_norms: (T, A) 2-norms of what enters each down projection.
+    A pair is counted when its id is in [0, E), its token's slot in [0, R_s) and its weight finite; a norm that is not
+    finite adds nothing to the features, so one bad token cannot spoil them for good.
+    """
+    slots, _, experts = stats.mass.shape
+    weights = expert_weights.float()
+    slot = token_slot[:, None].expand_as(expert_ids)
+    counted = (expert_ids >= 0) & (expert_ids < experts) & (slot >= 0) & (slot < slots) & weights.isfinite()
+    where = (slot[counted].long(), torch.full_like(slot[counted], layer_index).long(), expert_ids[counted].long())
+    weight = weights[counted]
+    stats.mass.index_put_(where, weight, accumulate=True)
+    stats.counts.index_put_(where, torch.ones_like(weight, dtype=stats.counts.dtype), accumulate=True)
+    for projection, norms in ((0, gate_up_norms[:, None].expand_as(expert_ids)), (1, down_norms)):
+        norm = norms[counted].float()
+        norm = torch.where(norm.square().isfinite(), norm, 0.0)
+        for kind, added in enumerate((weight * norm, weight * norm.square())):
+            stats.features[..., projection, kind].index_put_(where, added, accumulate=True)
+        largest = stats.features[:, layer_index, :, projection, 2]
+        index = where[0] * experts + where[2]
+        largest.copy_(largest.reshape(-1).scatter_reduce(0, index, norm, "amax").view_as(largest))
+
+
+def to_stored_order(inputs: torch.Tensor) -> torch.Tensor:
+    """(n, K) inputs as (n, 32 * words) in the stored column order, zero at padding positions."""
+    columns = inputs.shape[1]
+    stored, padding = _stored_index(columns, inputs.device)
+    permuted = inputs.index_select(1, stored)
+    return permuted if padding is None else permuted.index_fill_(1, padding, 0.0)
+
+
+def decode_blocks(tables: BlockTables, rows: torch.Tensor, geometry: PlaneGeometry) -> torch.Tensor:
+    """The linear-blocks of table rows (B,) at their committed widths: fp32 (B, N, 32 * words) in stored order.
+
+    Padding positions hold zero. Reads only committed planes and tables.
+    """
+    widths = tables.bits[rows]
+    values = torch.empty(len(rows), geometry.rows, 32 * geometry.words, device=rows.device)
+    for width in widths.unique().tolist():
+        chosen = (widths == width).nonzero()[:, 0]
+        codes = _block_codes(tables, rows[chosen], geometry, width)
+        entries = _block_entries(tables, rows[chosen], geometry.rows * 2**width)
+        row_start = torch.arange(0, entries.numel(), 2**width, dtype=torch.int32, device=rows.device)
+        index = row_start.view(*codes.shape[:2], 1) + codes.int()
+        # index_select: four times faster than indexing on a CPU.
+        values[chosen] = entries.view(-1).index_select(0, index.view(-1)).view(codes.shape).float()
+    padding = _stored_index(geometry.columns, rows.device)[1]
+    return values if padding is None else values.index_fill_(2, padding, 0.0)
+
+
+def _block_entries(tables: BlockTables, rows: torch.Tensor, size: int) -> torch.Tensor:
+    """(B, size) fp16: the tables of rows (B,)."""
+    offsets = (tables.table_address[rows] - tables.memory.data_ptr()).tolist()
+    return torch.stack([tables.memory[offset : offset + 2 * size].view(torch.float16) for offset in offsets])
+
+
+def _block_codes(tables: BlockTables, rows: torch.Tensor, geometry: PlaneGeometry, width: int) -> torch.Tensor:
+    """(B, N, 32 * words) uint8 codes: eight at a time, a byte of a plane spread over the bytes of an int64."""
+    frames = tables.memory[: tables.memory.numel() // geometry.frame_bytes * geometry.frame_bytes]
+    offsets = tables.frame_address[rows, :width, : geometry.frames] - tables.memory.data_ptr()
+    index = offsets.flatten() // geometry.frame_bytes
+    pages = frames.view(-1, geometry.frame_bytes).index_select(0, index).view(*offsets.shape, -1)
+    planes = _row_major(pages, geometry)
+    spread = _spread_table(rows.device)
+    codes = spread.index_select(0, planes[:, 0].flatten())
+    for plane in range(1, width):
+        codes.bitwise_left_shift_(1).bitwise_or_(spread.index_select(0, planes[:, plane].flatten()))
+    return codes.view(torch.uint8).view(len(rows), geometry.rows, 32 * geometry.words)
+
+
+def _row_major(pages: torch.Tensor, geometry: PlaneGeometry) -> torch.Tensor:
+    """(B, b, F, frame_bytes) frames as (B, b, N, 4 * words) int32 bytes, every row's column blocks side by side."""
+    blocks, per_frame = geometry.full_blocks, geometry.rows_per_frame
+    full_bytes = per_frame * 4 * BLOCK_WORDS * blocks
+    tail_bytes = per_frame * 4 * geometry.tail_words
+    full = pages[..., :full_bytes].unflatten(-1, (blocks, per_frame, 4 * BLOCK_WORDS)).transpose(-3, -2).flatten(-2)
+    tail = pages[..., full_bytes : full_bytes + tail_bytes].unflatten(-1, (per_frame, 4 * geometry.tail_words))
+    return torch.cat([full, tail], dim=-1).flatten(-3, -2)[..., : geometry.rows, :].int()
+
+
+def _chunks(pairs: Pairs, weights_per_expert: int) -> list[tuple[list[int], list[torch.Tensor]]]:
+    """Active experts with the pairs of each, few enough at a time to decode DECODED_WEIGHTS together."""
+    active = [expert for expert, count in enumerate(pairs.counts) if count]
+    groups = pairs.order.split([pairs.counts[expert] for expert in active]) if active else ()
+    step = max(1, DECODED_WEIGHTS // weights_per_expert)
+    return [(active[i : i + step], list(groups[i : i + step])) for i in range(0, len(active), step)]
+
+
+@lru_cache(maxsize=64)
+def _stored_index(columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(stored position -> column, clipped to K; positions that are padding or None)."""
+    with torch.inference_mode(False):
+        stored = torch.from_numpy(stored_columns(columns).copy())
+        padding = (stored >= columns).nonzero()[:, 0]
+        index = stored.clamp(max=columns - 1).to(device)
+        return index, padding.to(device) if len(padding) else None
+
+
+@lru_cache(maxsize=8)
+def _spread_table(device: torch.device) -> torch.Tensor:
+    """(256,) int64: bit j of the index in byte j."""
+    with torch.inference_mode(False):
+        bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+        return bits.to(torch.uint8).view(torch.int64)[:, 0].to(device)
