@@ -98,9 +98,9 @@ def table_values(table: Tensor, bits: int) -> Tensor:
     codes = torch.arange(1 << bits, dtype=torch.float32, device=table.device)
     if kind == "affine":
         return table[..., :1] * (codes + 0.5 - half) + table[..., 1:]
-    c3, c2, c1, c0 = table.float().unsqueeze(-2).unbind(-1)
+    c3, c2, c1, c0 = table.float().split(1, dim=-1)
     v = (codes - half) / half
-    return ((c3.mT * v + c2.mT) * v + c1.mT) * v + c0.mT
+    return ((c3 * v + c2) * v + c1) * v + c0
 
 
 def dequantize(packed: PackedBlock, bits: int) -> Tensor:

@@ -1,0 +1,86 @@
+"""Tables of the four codebooks, fitted to codes that are already fixed.
+
+A fit needs only each code's total importance and weighted mean: the squared error of any table differs from
+sum_c weight[c] (mean[c] - value[c])^2 by a constant. `pagedweight.bitplane.table_values` defines the values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagedweight.bitplane import CUBIC_MIN_WIDTH, LUT8_MAX_WIDTH, LUT8_ZERO
+from pagedweight.layout import CODEBOOKS
+
+FP16_MAX = torch.finfo(torch.float16).max
+RIDGE = 1e-9  # relative to the system's mean diagonal: rows with fewer codes than coefficients stay solvable
+LUT8_LEVELS = 63  # bytes 1..127 around 64
+LUT8_REFITS = 3
+
+
+def check_codebook(codebook: str, bits: int) -> None:
+    """ValueError when a codebook cannot serve a width."""
+    if codebook not in CODEBOOKS:
+        raise ValueError(f"codebook of {bits} bits is {codebook!r}; use one of {', '.join(CODEBOOKS)}")
+    if codebook == "lut8" and bits > LUT8_MAX_WIDTH:
+        raise ValueError(f"lut8 at {bits} bits; it serves up to {LUT8_MAX_WIDTH} bits, use cubic or affine above")
+    if codebook == "cubic" and bits < CUBIC_MIN_WIDTH:
+        raise ValueError(f"cubic at {bits} bits; it serves {CUBIC_MIN_WIDTH} bits and more, use lut16 or lut8 below")
+
+
+def fit_table(codebook: str, weights: Tensor, means: Tensor) -> Tensor:
+    """The codebook's table for codes of known importance and mean, least squares per row.
+
+    weights, means: (..., N, 2^b) fp64; codes of weight 0 do not count, but lut16 and lut8 give them their mean too.
+    Values beyond fp16 saturate at +-65504, so every table is finite.
+    """
+    bits = weights.shape[-1].bit_length() - 1
+    check_codebook(codebook, bits)
+    return {"lut16": _fit_lut16, "lut8": _fit_lut8, "cubic": _fit_cubic, "affine": _fit_affine}[codebook](
+        weights, means
+    )
+
+
+def _fit_lut16(weights: Tensor, means: Tensor) -> Tensor:
+    return means.clamp(-FP16_MAX, FP16_MAX).half()
+
+
+def _fit_lut8(weights: Tensor, means: Tensor) -> Tensor:
+    scale = (means.abs().amax(-1, keepdim=True) / LUT8_LEVELS).float()
+    for _ in range(LUT8_REFITS):
+        steps = _steps_of(means, scale)
+        energy = (weights * steps * steps).sum(-1, keepdim=True)
+        best = (weights * steps * means).sum(-1, keepdim=True) / energy.clamp_min(torch.finfo(torch.float64).tiny)
+        scale = torch.where(energy > 0, best, scale).float()
+    octets = (_steps_of(means, scale) + LUT8_ZERO).to(torch.uint8)
+    return torch.cat([octets, scale.contiguous().view(torch.uint8)], dim=-1)
+
+
+def _steps_of(means: Tensor, scale: Tensor) -> Tensor:
+    return (means / torch.where(scale > 0, scale, 1.0)).round().clamp(-LUT8_LEVELS, LUT8_LEVELS)
+
+
+def _fit_cubic(weights: Tensor, means: Tensor) -> Tensor:
+    half = weights.shape[-1] // 2
+    v = (torch.arange(2 * half, dtype=torch.float64, device=weights.device) - half) / half
+    return (
+        _least_squares(torch.stack([v**3, v**2, v, torch.ones_like(v)], -1), weights, means)
+        .clamp(-FP16_MAX, FP16_MAX)
+        .half()
+    )
+
+
+def _fit_affine(weights: Tensor, means: Tensor) -> Tensor:
+    half = weights.shape[-1] // 2
+    v = (torch.arange(2 * half, dtype=torch.float64, device=weights.device) + 0.5 - half) / half
+    slope, offset = _least_squares(torch.stack([v, torch.ones_like(v)], -1), weights, means).split(1, dim=-1)
+    return torch.cat([slope / half, offset], dim=-1).float()
+
+
+def _least_squares(basis: Tensor, weights: Tensor, means: Tensor) -> Tensor:
+    """Coefficients (..., N, D) that minimise sum_c weights (means - basis @ coefficients)^2; basis: (2^b, D)."""
+    weighted = weights.unsqueeze(-1) * basis
+    system = weighted.mT @ basis
+    trace = system.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    system = system + RIDGE * trace * torch.eye(basis.shape[-1], dtype=system.dtype, device=system.device)
+    return torch.linalg.solve(system, (weighted.mT @ means.unsqueeze(-1))).squeeze(-1)
