@@ -53,6 +53,8 @@ KERNELS = {
     "reference": 0,
     "codes": 0,
     "device_order": 0,
+    "checks": 0,
+    "gates": 0,
     "routing": 1,
     "fused_moe": 1,
     "decode": 1,
