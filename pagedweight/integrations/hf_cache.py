@@ -1,0 +1,270 @@
+"""A transformers Cache whose keys and values live in the arena, beside the expert weights."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, get_layer_types_and_kwargs
+
+from pagedweight.integrations.kv_pool import FrameHoldings, KVPool, SlabShape
+from pagedweight.integrations.kv_slab import Slab, Span, grow, missing_frames
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class ArenaLayer(CacheLayerMixin):
+    """K and V of one full-attention layer. A sequence's frames are taken as it grows into them."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, pool: KVPool, holdings: FrameHoldings, shapes: tuple[SlabShape, SlabShape]) -> None:
+        super().__init__()
+        self.is_initialized = True
+        self._pool = pool
+        self._holdings = holdings
+        self._shapes = shapes
+        self._slabs = tuple(Slab(pool.arena, holdings, shape) for shape in shapes)
+        self._seen = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the shapes were known when the cache was made."""
+
+    def growth(self, tokens: int) -> list[Span]:
+        """What a forward over `tokens` new tokens writes, to K and to V."""
+        stop = self._seen + tokens
+        return [Span(slab, stop - self._kept(tokens), stop) for slab in self._slabs]
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Store K and V (B, heads, S, head_dim); returns those that attention may see, new ones last."""
+        self._check(key_states, value_states)
+        batch, _, tokens, _ = key_states.shape
+        kept = self._kept(tokens)
+        grow(self._pool, self._holdings, self.growth(tokens), batch)
+        fresh = self._seen == 0
+        self._seen += tokens
+        for slab, states in zip(self._slabs, (key_states, value_states), strict=True):
+            slab.write(states[:, :, tokens - kept :])
+        seen = (key_states, value_states) if fresh else self._visible(tokens)
+        self._shrink()
+        return seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return self.get_max_length()
+
+    def reset(self) -> None:
+        """Forget every token and give the frames back to the arena."""
+        for slab in self._slabs:
+            slab.clear()
+        self._seen = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last -tokens_to_remove tokens; a positive number is the length to keep, as transformers had it."""
+        change = int(tokens_to_remove)  # assisted decoding passes a tensor
+        removed = -change if change <= 0 else max(0, self._seen - change)
+        if removed:
+            self._remove(min(removed, self._seen))
+        self._shrink()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        if self._seen:
+            for slab in self._slabs:
+                slab.permute(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence `repeats` times."""
+        self._rebuild(lambda states: states.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences named by indices."""
+        self._rebuild(lambda states: states[indices, ...])
+
+    def copy_from(self, other: ArenaLayer) -> None:
+        """Take over the tokens of another cache's layer; this one must be empty. Raises OutOfFrames."""
+        if other._seen:
+            places = [(slab.start, slab.stop) for slab in other._slabs]
+            self._store([slab.read() for slab in other._slabs], places)
+            self._seen = other._seen
+
+    def _kept(self, tokens: int) -> int:
+        """How many of `tokens` new tokens are stored."""
+        return tokens
+
+    def _visible(self, tokens: int) -> tuple[torch.Tensor, ...]:
+        return tuple(slab.read() for slab in self._slabs)
+
+    def _shrink(self) -> None:
+        """Give back what no later token can see."""
+
+    def _remove(self, tokens: int) -> None:
+        self._seen -= tokens
+        for slab in self._slabs:
+            slab.drop_from(self._seen)
+
+    def _rebuild(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace the stored batch by change(K or V); the old frames are given back first."""
+        if not self._seen:
+            return
+        states = [change(slab.read()) for slab in self._slabs]
+        places = [(slab.start, slab.stop) for slab in self._slabs]
+        for slab in self._slabs:
+            slab.clear()
+        self._store(states, places)
+
+    def _store(self, states: Sequence[torch.Tensor], places: Sequence[tuple[int, int]]) -> None:
+        """Fill the empty slabs with K and V (B, heads, tokens, head_dim) at token numbers [start, stop)."""
+        spans = [Span(slab, *place) for slab, place in zip(self._slabs, places, strict=True)]
+        grow(self._pool, self._holdings, spans, states[0].shape[0])
+        for slab, new in zip(self._slabs, states, strict=True):
+            slab.write(new)
+
+    def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        for slab, shape, states in zip(self._slabs, self._shapes, (key_states, value_states), strict=True):
+            got = SlabShape(states.shape[1], states.shape[3], states.dtype)
+            if got != shape:
+                raise ValueError(f"the cache was made for {shape} and got {got}; make a new cache with new_cache()")
+            if slab.frames is not None and slab.frames.shape[0] != states.shape[0]:
+                raise ValueError(
+                    f"the cache holds {slab.frames.shape[0]} sequences and got {states.shape[0]}; "
+                    "reset() it or make a new cache with new_cache()"
+                )
+
+
+class ArenaSlidingLayer(ArenaLayer):
+    """K and V of a sliding-window layer: holds the last window - 1 tokens; older frames go back to the arena."""
+
+    is_sliding = True
+
+    def __init__(
+        self, pool: KVPool, holdings: FrameHoldings, shapes: tuple[SlabShape, SlabShape], window_tokens: int
+    ) -> None:
+        super().__init__(pool, holdings, shapes)
+        self._past = window_tokens - 1
+        self._record = False
+
+    def activate_past_recording(self) -> None:
+        """Keep every token until the next crop(), which may then go back behind the window."""
+        self._record = True
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        past = min(self._seen, self._past)
+        return past + query_length, self._seen - past
+
+    def get_max_length(self) -> int:
+        return self._past + 1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As in ArenaLayer; past the window only with activate_past_recording()."""
+        if tokens_to_remove and self._seen > self._past and not self._record:
+            raise RuntimeError(
+                f"crop({tokens_to_remove}) goes back behind a sliding window that has dropped older tokens; "
+                "call activate_past_recording() first"
+            )
+        recording, self._record = self._record, False
+        super().crop(tokens_to_remove)
+        self._record = recording
+
+    def _kept(self, tokens: int) -> int:
+        # With a past, all are stored and then cut, so that attention can read one run of tokens.
+        return min(tokens, self._past) if self._seen == 0 and not self._record else tokens
+
+    def _visible(self, tokens: int) -> tuple[torch.Tensor, ...]:
+        return tuple(slab.read()[:, :, -(self._past + tokens) :] for slab in self._slabs)
+
+    def _shrink(self) -> None:
+        if not self._record:
+            for slab in self._slabs:
+                slab.drop_before(self._seen - self._past)
+
+
+class ArenaCache(Cache):
+    """Past keys and values of a batch, in frames of the pool's arena.
+
+    Use: model.generate(..., past_key_values=model.pagedweight.new_cache()). The frames come back with reset(),
+    release(), or when the last reference to the cache is dropped.
+    """
+
+    def __init__(self, pool: KVPool, config: PreTrainedConfig) -> None:
+        self._pool = pool
+        self._holdings = FrameHoldings(pool.arena)
+        kinds, windows = cached_layers(config)
+        if len(kinds) != len(pool.layers):
+            raise ValueError(f"the pool knows {len(pool.layers)} cached layers and the model's config {len(kinds)}")
+        layers = [
+            ArenaLayer(pool, self._holdings, shapes)
+            if kind == "full_attention"
+            else ArenaSlidingLayer(pool, self._holdings, shapes, windows)
+            for kind, shapes in zip(kinds, pool.layers, strict=True)
+        ]
+        super().__init__(layers=layers)
+        self._config = config
+        weakref.finalize(self, pool.abandon, self._holdings).atexit = False
+
+    def __deepcopy__(self, memo: dict) -> ArenaCache:
+        """A cache with the same tokens in frames of its own. Raises OutOfFrames."""
+        copy = memo[id(self)] = ArenaCache(self._pool, self._config)
+        for own, other in zip(self.layers, copy.layers, strict=True):
+            other.copy_from(own)
+        return copy
+
+    @property
+    def held_bytes(self) -> int:
+        """Arena bytes that this cache holds: the sum over layers of what is there, in whole frames."""
+        return self._holdings.frames * self._pool.arena.frame_bytes
+
+    def belongs_to(self, pool: KVPool) -> bool:
+        return self._pool is pool
+
+    def missing_frames(self, batch: int, tokens: int) -> int:
+        """Frames that a forward over (batch, tokens) new tokens will take."""
+        return missing_frames(self._spans(tokens), batch)
+
+    def reserve(self, batch: int, tokens: int) -> None:
+        """Take those frames now, so that nothing is allocated inside the forward. Raises OutOfFrames."""
+        grow(self._pool, self._holdings, self._spans(tokens), batch)
+
+    def release(self) -> None:
+        """Forget every token and give every frame back."""
+        self.reset()
+
+    def _spans(self, tokens: int) -> list[Span]:
+        return [span for layer in self.layers for span in layer.growth(tokens)]
+
+
+def probe_shapes(model: PreTrainedModel) -> list[tuple[SlabShape, SlabShape]]:
+    """(K shape, V shape) of every cached layer, seen in a forward over one token with the model's own cache."""
+    config = model.config
+    cache = DynamicCache(config=config)
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    with torch.no_grad():
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True, **{name: cache})
+    return [
+        tuple(SlabShape(t.shape[1], t.shape[3], t.dtype) for t in (layer.keys, layer.values)) for layer in cache.layers
+    ]
+
+
+def cached_layers(config: PreTrainedConfig) -> tuple[list[str], int]:
+    """Layer types that hold a cache, in order, and the window of the sliding ones. ValueError on other kinds."""
+    kinds, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    unknown = sorted(set(kinds) - set(LAYER_TYPES))
+    if unknown:
+        raise ValueError(
+            f"layers of type {', '.join(unknown)} keep another kind of cache than {' and '.join(LAYER_TYPES)}; "
+            "patch without budget_bytes and use the model's own cache"
+        )
+    return list(kinds), settings.get("sliding_window", 0)

@@ -1,0 +1,136 @@
+"""Key and value slabs made of arena frames.
+
+A slab holds K or V of one layer for a batch of sequences. A frame holds consecutive tokens of one sequence; frames are
+taken when a sequence grows into them and found again through a small index, as a page table finds pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pagedweight.integrations.kv_pool import FrameHoldings, KVPool, SlabShape
+from pagedweight.runtime.frames import Arena
+
+
+class Slab:
+    """K or V of one layer: tokens [start, stop) of each of B sequences, in frame columns from first_column on."""
+
+    def __init__(self, arena: Arena, holdings: FrameHoldings, shape: SlabShape) -> None:
+        self._holdings = holdings
+        self._device = arena.memory.device
+        self.tokens_per_frame = shape.tokens_per_frame(arena.frame_bytes)
+        elements = arena.frame_bytes // shape.dtype.itemsize
+        # (frames, tokens, heads, head_dim) over the whole arena; a frame's tail that holds no whole token is left out.
+        self._slots = arena.memory.view(shape.dtype).as_strided(
+            (arena.frames, self.tokens_per_frame, shape.heads, shape.head_dim),
+            (elements, shape.heads * shape.head_dim, shape.head_dim, 1),
+        )
+        self.frames: np.ndarray | None = None
+        self._index: torch.Tensor | None = None
+        self.first_column = self.start = self.stop = 0
+
+    def clear(self) -> None:
+        """Forget every token and give every frame back."""
+        if self.frames is not None:
+            self._holdings.give(self.frames.ravel())
+        self.frames = self._index = None
+        self.first_column = self.start = self.stop = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def columns(self) -> int:
+        return 0 if self.frames is None else self.frames.shape[1]
+
+    def missing_columns(self, start: int, stop: int) -> int:
+        """Frame columns to add before tokens [start, stop) can be written; an empty slab may begin at any token."""
+        first = self.first_column if self.columns else start // self.tokens_per_frame
+        return max(0, -(-stop // self.tokens_per_frame) - first - self.columns)
+
+    def forget_reservation(self, start: int, batch: int) -> None:
+        """Give back frames that were taken for a forward that never wrote, unless this one writes there too."""
+        if self.frames is not None and not self.tokens and (self.start, self.frames.shape[0]) != (start, batch):
+            self.clear()
+
+    def add_columns(self, start: int, frames: np.ndarray, index: torch.Tensor) -> None:
+        """Take over frames (B, n) and their ids on the device; start is used while the slab is empty."""
+        if self.frames is None:
+            self.first_column, self.start, self.stop = start // self.tokens_per_frame, start, start
+            self.frames, self._index = frames, index
+        else:
+            self.frames = np.concatenate([self.frames, frames], axis=1)
+            self._index = torch.cat([self._index, index], dim=1)
+
+    def write(self, states: torch.Tensor) -> None:
+        """Append states (B, heads, S, head_dim); the columns must be there."""
+        position = torch.arange(self.stop, self.stop + states.shape[2], device=self._device)
+        column = position // self.tokens_per_frame - self.first_column
+        self._slots[self._index[:, column], position % self.tokens_per_frame] = states.detach().transpose(1, 2)
+        self.stop += states.shape[2]
+
+    def read(self) -> torch.Tensor:
+        """(B, heads, tokens, head_dim), every token held, as a copy."""
+        offset = self.start - self.first_column * self.tokens_per_frame
+        gathered = self._slots.index_select(0, self._index.flatten()).unflatten(0, self._index.shape)
+        return gathered.flatten(1, 2)[:, offset : offset + self.tokens].transpose(1, 2)
+
+    def drop_before(self, start: int) -> None:
+        """Forget tokens before `start` and give back the frames that only held such tokens."""
+        self.start = max(self.start, min(start, self.stop))
+        gone = min(self.start // self.tokens_per_frame - self.first_column, self.columns)
+        if gone > 0:
+            self._holdings.give(self.frames[:, :gone].ravel())
+            self.frames, self._index = self.frames[:, gone:], self._index[:, gone:]
+            self.first_column += gone
+
+    def drop_from(self, stop: int) -> None:
+        """Forget tokens from `stop` on and give back the frames that only held such tokens."""
+        if stop <= self.start:
+            self.clear()
+            return
+        self.stop = min(self.stop, stop)
+        kept = -(-self.stop // self.tokens_per_frame) - self.first_column
+        self._holdings.give(self.frames[:, kept:].ravel())
+        self.frames, self._index = self.frames[:, :kept], self._index[:, :kept]
+
+    def permute(self, sequences: torch.Tensor) -> None:
+        """Sequence i becomes the old sequence sequences[i]; as many sequences as before, so no frame is needed."""
+        states = self.read().index_select(0, sequences.to(self._device))
+        self.stop = self.start
+        self.write(states)
+
+
+class Span(NamedTuple):
+    """Tokens [start, stop) that are about to be written to each sequence of a slab."""
+
+    slab: Slab
+    start: int
+    stop: int
+
+
+def missing_frames(spans: Sequence[Span], batch: int) -> int:
+    """Frames to add before the spans of `batch` sequences can be written."""
+    return batch * sum(span.slab.missing_columns(span.start, span.stop) for span in spans)
+
+
+def grow(pool: KVPool, holdings: FrameHoldings, spans: Sequence[Span], batch: int) -> None:
+    """Make the spans writable, with one allocation: either every slab grows or none does. Raises OutOfFrames."""
+    for slab, start, _ in spans:
+        slab.forget_reservation(start, batch)
+    counts = [batch * slab.missing_columns(start, stop) for slab, start, stop in spans]
+    if not any(counts):
+        return
+    frames = pool.take(holdings, sum(counts))
+    index = torch.from_numpy(frames).to(pool.arena.memory.device)
+    first = 0
+    for (slab, start, _), count in zip(spans, counts, strict=True):
+        if count:
+            part = slice(first, first + count)
+            slab.add_columns(start, frames[part].reshape(batch, -1), index[part].view(batch, -1))
+            first += count

@@ -1,0 +1,294 @@
+"""ArenaCache gives the tokens of DynamicCache, takes frames as sequences grow, and gives every one of them back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the hf extra")
+
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from pagedweight.integrations.hf_cache import ArenaCache, ArenaSlidingLayer, cached_layers, probe_shapes
+from pagedweight.integrations.kv_pool import FrameHoldings, KVPool, SlabShape
+from pagedweight.integrations.kv_slab import Slab, Span, grow
+from pagedweight.runtime.frames import Arena, OutOfFrames
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from hf_models import gemma4_g16, mixtral_m8, qwen2_moe_q60, tokens
+
+FRAME_BYTES = 512
+WINDOW = 16
+
+
+# Experts do not touch the cache: one per token, so that generating stays quick.
+MAKE = {
+    "M8": lambda: mixtral_m8(num_local_experts=2, num_experts_per_tok=1),
+    "M8 sliding": lambda: mixtral_m8(num_local_experts=2, num_experts_per_tok=1, sliding_window=WINDOW),
+    "Q60": lambda: qwen2_moe_q60(num_experts=2, num_experts_per_tok=1),
+    "G16": lambda: gemma4_g16(num_experts=2, top_k_experts=1),
+}
+
+
+@pytest.fixture(scope="module", params=list(MAKE))
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return MAKE[request.param]()
+
+
+def make_pool(model: PreTrainedModel, frames: int = 4096, frame_bytes: int = FRAME_BYTES) -> KVPool:
+    arena = Arena(frames * frame_bytes, frame_bytes)
+    arena.memory.fill_(0xFF)  # NaN in fp32: what no token wrote must not reach attention
+    return KVPool(arena, probe_shapes(model), block_tokens=16)
+
+
+def cache_argument(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
+    return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
+
+
+def both_ways(model: PreTrainedModel, prompt: torch.Tensor, **settings) -> tuple[torch.Tensor, torch.Tensor, KVPool]:
+    """Tokens with DynamicCache, tokens with ArenaCache, and the pool after the cache is gone."""
+    pool = make_pool(model)
+    outputs = []
+    for cache in (DynamicCache(config=model.config), ArenaCache(pool, model.config)):
+        torch.manual_seed(1)
+        outputs.append(model.generate(prompt, **cache_argument(model, cache), **settings))
+    return outputs[0], outputs[1], pool
+
+
+MODES = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 1.5},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "chunked prefill": {"do_sample": False, "prefill_chunk_size": 5},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_generate_gives_the_tokens_of_dynamic_cache(model: PreTrainedModel, mode: str) -> None:
+    expected, got, pool = both_ways(model, tokens(2, 9), max_new_tokens=16, **MODES[mode])
+    assert torch.equal(got, expected)
+    pool.collect()
+    assert pool.arena.free_frames == pool.arena.frames
+
+
+def test_left_padding_gives_the_tokens_of_dynamic_cache(model: PreTrainedModel) -> None:
+    prompt = tokens(3, 11)
+    mask = torch.ones_like(prompt)
+    for row, padding in enumerate((0, 4, 9)):
+        mask[row, :padding], prompt[row, :padding] = 0, 0
+    expected, got, _ = both_ways(model, prompt, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    assert torch.equal(got, expected)
+
+
+def test_assisted_decoding_crops_to_the_same_tokens(model: PreTrainedModel) -> None:
+    assistant = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in assistant.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    expected, got, _ = both_ways(model, tokens(1, 13), assistant_model=assistant, max_new_tokens=14, do_sample=False)
+    assert torch.equal(got, expected)
+
+
+def forward(model: PreTrainedModel, cache: Cache, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids, use_cache=True, **cache_argument(model, cache)).logits
+
+
+def test_case_93_a_sliding_layer_holds_its_window_only() -> None:
+    model = MAKE["G16"]()
+    pool = make_pool(model)
+    cache = ArenaCache(pool, model.config)
+    for position in range(40):
+        forward(model, cache, tokens(1, 40)[:, position : position + 1])
+    sliding, full = cache.layers
+    assert [slab.tokens for slab in sliding._slabs] == [WINDOW - 1] * 2
+    assert [slab.tokens for slab in full._slabs] == [40] * 2
+    per_frame = FRAME_BYTES // pool.layers[0][0].token_bytes
+    assert cache.held_bytes == 2 * FRAME_BYTES * (-(-40 // per_frame) + -(-40 // per_frame) - (40 - 15) // per_frame)
+    assert pool.arena.bytes_by_owner()["kv"] == cache.held_bytes
+    assert cache.get_seq_length() == 40
+
+
+def test_frames_are_taken_as_the_sequence_grows_and_never_all_at_once(model: PreTrainedModel) -> None:
+    pool = make_pool(model)
+    cache = ArenaCache(pool, model.config)
+    held = []
+    for position in range(12):
+        promised = cache.missing_frames(2, 1)
+        before = pool.arena.free_frames
+        forward(model, cache, tokens(2, 12)[:, position : position + 1])
+        assert before - pool.arena.free_frames == promised
+        held.append(cache.held_bytes)
+    assert held == sorted(held)
+    assert held[0] < held[-1]
+
+
+def test_reserving_takes_what_the_forward_needs(model: PreTrainedModel) -> None:
+    pool = make_pool(model)
+    cache = ArenaCache(pool, model.config)
+    ids = tokens(2, 50)
+    for part in (ids[:, :30], ids[:, 30:33], ids[:, 33:50]):
+        cache.reserve(*part.shape)
+        free = pool.arena.free_frames
+        forward(model, cache, part)
+        assert pool.arena.free_frames >= free
+
+
+def test_a_reservation_for_a_forward_that_never_ran_is_replaced() -> None:
+    model = MAKE["G16"]()
+    pool = make_pool(model)
+    cache = ArenaCache(pool, model.config)
+    cache.reserve(3, 40)
+    expected = forward(model, DynamicCache(config=model.config), tokens(2, 9))
+    cache.reserve(2, 9)
+    assert torch.equal(forward(model, cache, tokens(2, 9)), expected)
+    cache.release()
+    assert pool.arena.free_frames == pool.arena.frames
+
+
+def test_reset_gives_every_frame_back_and_the_cache_serves_again(model: PreTrainedModel) -> None:
+    pool = make_pool(model)
+    cache = ArenaCache(pool, model.config)
+    first = forward(model, cache, tokens(2, 21))
+    cache.reset()
+    assert (pool.arena.free_frames, cache.get_seq_length(), cache.held_bytes) == (pool.arena.frames, 0, 0)
+    assert torch.equal(forward(model, cache, tokens(2, 21)), first)
+
+
+def test_a_dropped_cache_gives_its_frames_back_at_the_next_collect(model: PreTrainedModel) -> None:
+    pool = make_pool(model)
+    cache = ArenaCache(pool, model.config)
+    forward(model, cache, tokens(1, 8))
+    cycle = [cache]
+    cycle.append(cycle)
+    del cache, cycle
+    gc.collect()
+    pool.collect()
+    assert pool.arena.free_frames == pool.arena.frames
+    pool.arena.check()
+
+
+def test_a_full_arena_asks_for_room_once_and_says_what_is_missing(model: PreTrainedModel) -> None:
+    asked = []
+    pool = make_pool(model, frames=8)
+    pool.make_room = lambda count: asked.append(count) or 3 * FRAME_BYTES
+    cache = ArenaCache(pool, model.config)
+    wanted = cache.missing_frames(2, 64) * FRAME_BYTES
+    with pytest.raises(OutOfFrames, match=f"{wanted} bytes more.*released {3 * FRAME_BYTES}.*raise budget_bytes"):
+        cache.reserve(2, 64)
+    assert asked == [wanted - 8 * FRAME_BYTES]
+    assert pool.arena.free_frames == 8
+    assert cache.get_seq_length() == 0
+
+
+def test_a_copied_cache_goes_its_own_way(model: PreTrainedModel) -> None:
+    pool = make_pool(model)
+    prefix, tail = tokens(2, 19), tokens(2, 4, seed=5)
+    expected_cache = DynamicCache(config=model.config)
+    forward(model, expected_cache, prefix)
+    expected = forward(model, expected_cache, tail)
+    cache = ArenaCache(pool, model.config)
+    forward(model, cache, prefix)
+    other = copy.deepcopy(cache)
+    forward(model, cache, tokens(2, 7, seed=6))
+    assert torch.equal(forward(model, other, tail), expected)
+
+
+def test_selecting_and_repeating_sequences(model: PreTrainedModel) -> None:
+    pool = make_pool(model)
+    prefix, tail = tokens(3, 19), tokens(4, 3, seed=5)
+    caches = DynamicCache(config=model.config), ArenaCache(pool, model.config)
+    logits = []
+    for cache in caches:
+        forward(model, cache, prefix)
+        cache.batch_select_indices(torch.tensor([2, 0]))
+        cache.batch_repeat_interleave(2)
+        logits.append(forward(model, cache, tail))
+    assert torch.equal(*logits)
+    with pytest.raises(ValueError, match="holds 4 sequences and got 1"):
+        forward(model, caches[1], tail[:1])
+
+
+def test_a_token_that_does_not_fit_a_frame_is_refused() -> None:
+    with pytest.raises(ValueError, match="frame_bytes of at least 192"):
+        SlabShape(3, 16, torch.float32).tokens_per_frame(128)
+
+
+def test_another_kind_of_layer_is_refused() -> None:
+    config = copy.deepcopy(mixtral_m8().config)
+    config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(ValueError, match="linear_attention keep another kind of cache"):
+        cached_layers(config)
+
+
+def test_a_block_counts_every_layer_in_whole_frames(model: PreTrainedModel) -> None:
+    pool = make_pool(model)
+    shapes = [shape for pair in pool.layers for shape in pair]
+    exact = sum(16 * FRAME_BYTES / (FRAME_BYTES // shape.token_bytes) for shape in shapes)
+    assert exact <= pool.block_bytes < exact + FRAME_BYTES
+    pool.pending_frames = pool.block_frames + 1
+    state = pool.read()
+    assert state == (pool.arena.frames // pool.block_frames, pool.block_bytes, 2)
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(1, 9)),
+        st.tuples(st.just("crop"), st.integers(1, 6)),
+        st.tuples(st.just("reorder"), st.permutations(range(3))),
+        st.tuples(st.just("repeat first"), st.just(0)),
+        st.tuples(st.just("window"), st.integers(1, 12)),
+    ),
+    max_size=12,
+)
+
+
+@given(steps=steps, dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_a_slab_is_a_growing_tensor(steps: list, dtype: torch.dtype) -> None:
+    """Any mix of growing, cropping, sliding and reordering leaves what a plain tensor would hold, and no lost frame."""
+    arena = Arena(256 * 128, 128)
+    pool = KVPool(arena, [(SlabShape(2, 8, dtype),) * 2], block_tokens=4)
+    slab = Slab(arena, holdings := FrameHoldings(arena), SlabShape(2, 8, dtype))
+    plain, first = torch.empty(3, 2, 0, 8, dtype=dtype), 0
+    for action, value in steps:
+        if action == "append":
+            new = torch.randn(3, 2, value, 8).to(dtype)
+            grow(pool, holdings, [Span(slab, first + plain.shape[2], first + plain.shape[2] + value)], 3)
+            slab.write(new)
+            plain = torch.cat([plain, new], dim=2)
+        elif not plain.shape[2]:
+            continue
+        elif action == "crop":
+            kept = max(0, plain.shape[2] - value)
+            slab.drop_from(first + kept)
+            plain, first = plain[:, :, :kept], first if kept else 0
+        elif action == "window":
+            slab.drop_before(first + plain.shape[2] - value)
+            gone = max(0, plain.shape[2] - value)
+            plain, first = plain[:, :, gone:], first + gone
+        else:
+            order = torch.tensor(list(value) if action == "reorder" else [0, 0, 0])
+            slab.permute(order)
+            plain = plain[order]
+        assert slab.tokens == plain.shape[2]
+        if plain.shape[2]:
+            assert torch.equal(slab.read(), plain)
+        assert arena.frames - arena.free_frames == 3 * slab.columns == holdings.frames
+    arena.check()
+
+
+def test_the_sliding_layer_must_be_told_before_it_can_go_back() -> None:
+    model = MAKE["M8 sliding"]()
+    cache = ArenaCache(make_pool(model), model.config)
+    forward(model, cache, tokens(1, WINDOW + 3))
+    assert isinstance(cache.layers[0], ArenaSlidingLayer)
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        cache.crop(-1)
