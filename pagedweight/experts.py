@@ -1,0 +1,129 @@
+"""The drop-in for a model's routed experts: holds where its planes are, calls the kernels, knows no runtime."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from pagedweight.kernels.ops import fused_moe
+from pagedweight.layout import BlockTables, MoeLayer, RoutingStats
+
+
+class TokenSlots:
+    """Which request slot each token of the next forward belongs to; all tokens are in slot 0 until told otherwise.
+
+    One object serves all layers of a model. The buffer keeps its address while batches stay within `capacity`, so a
+    captured graph sees what `set` wrote.
+    """
+
+    def __init__(self, capacity: int = 4096, device: torch.device | str = "cpu") -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity is {capacity}; give at least 1 token")
+        self._buffer = _slot_zeros(capacity, device)
+
+    def set(self, slots: torch.Tensor) -> None:
+        """Slots of the first tokens, (n,) integers, -1 for padding; tokens after them count as padding."""
+        if slots.dim() != 1 or slots.is_floating_point():
+            raise ValueError(f"slots is {slots.dtype} {tuple(slots.shape)}; give one integer per token")
+        self.view(len(slots))
+        self._buffer[: len(slots)].copy_(slots)
+        self._buffer[len(slots) :].fill_(-1)
+
+    def reset(self) -> None:
+        """Every token in slot 0."""
+        self._buffer.zero_()
+
+    def view(self, tokens: int) -> torch.Tensor:
+        """int32 (tokens,) slots of the next forward; grows the buffer when it is too short."""
+        held = len(self._buffer)
+        if tokens > held:
+            grown = _slot_zeros(max(tokens, 2 * held), self._buffer.device)
+            grown[:held].copy_(self._buffer)
+            grown[held:].copy_(self._buffer[-1:].expand(len(grown) - held))
+            self._buffer = grown
+        return self._buffer[:tokens]
+
+
+class PagedExperts(nn.Module):
+    """Routed experts of one MoE layer, read through the page table at their committed widths.
+
+    Has no parameters and no buffers: planes live in the runtime's arena, so `.to()`, `.half()` and `state_dict()`
+    leave them alone, and the output has the dtype of the input.
+    """
+
+    def __init__(
+        self,
+        shape: MoeLayer,
+        layer_index: int,
+        first_row: int,
+        tables: BlockTables,
+        stats: RoutingStats,
+        slots: TokenSlots,
+        *,
+        frame_bytes: int,
+        widths: tuple[int, ...],
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.layer_index = layer_index
+        self.first_row = first_row
+        self.tables = tables
+        self.stats = stats
+        self.slots = slots
+        self.frame_bytes = frame_bytes
+        self.widths = widths
+
+    @property
+    def num_experts(self) -> int:
+        return self.shape.experts
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """(T, H) hidden states, (T, A) ids and weights, to (T, H) in hidden_states' dtype."""
+        if hidden_states.shape[-1] != self.shape.hidden:
+            raise ValueError(
+                f"hidden_states is {tuple(hidden_states.shape)}; this layer takes (T, {self.shape.hidden})"
+            )
+        return fused_moe(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            self.slots.view(hidden_states.shape[0]),
+            *self.tables,
+            *self.stats,
+            self.layer_index,
+            self.first_row,
+            self.shape.experts,
+            self.shape.intermediate,
+            self.frame_bytes,
+            self.shape.activation,
+            list(self.widths),
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"layer={self.shape.layer}, experts={self.shape.experts}, hidden={self.shape.hidden}, "
+            f"intermediate={self.shape.intermediate}, activation={self.shape.activation}, widths={self.widths}"
+        )
+
+    def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
+        raise _not_copyable()
+
+    def __getstate__(self) -> NoReturn:
+        raise _not_copyable()
+
+
+def _slot_zeros(capacity: int, device: torch.device | str) -> torch.Tensor:
+    # An ordinary tensor even when born inside inference_mode, so that it can be written outside.
+    with torch.inference_mode(False):
+        return torch.zeros(capacity, dtype=torch.int32, device=device)
+
+
+def _not_copyable() -> TypeError:
+    return TypeError(
+        "paged experts cannot be copied or pickled: their weights live in the runtime's memory; "
+        "use pagedweight.save and pagedweight.load, or unpatch the model first"
+    )

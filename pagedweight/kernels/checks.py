@@ -1,0 +1,59 @@
+"""What every path of fused_moe requires of its arguments, checked at the door."""
+
+from __future__ import annotations
+
+import torch
+
+from pagedweight.layout import BlockTables, RoutingStats
+
+INPUT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+ID_TYPES = (torch.int32, torch.int64)
+
+
+def check_arguments(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    token_slot: torch.Tensor,
+    tables: BlockTables,
+    stats: RoutingStats,
+    first_row: int,
+    experts: int,
+) -> None:
+    """ValueError, in one sentence, for the first argument that does not fit the others."""
+    _check_batch(x, expert_ids, expert_weights, token_slot)
+    if expert_ids.shape[1] > experts:
+        raise ValueError(f"expert_ids name {expert_ids.shape[1]} experts per token, but the layer has {experts}")
+    if first_row + 2 * experts > len(tables.bits):
+        raise ValueError(
+            f"rows {first_row} to {first_row + 2 * experts} are beyond the {len(tables.bits)} rows of the tables"
+        )
+    if stats.mass.shape[2] < experts:
+        raise ValueError(f"statistics hold {stats.mass.shape[2]} experts; the layer has {experts}")
+    _check_tensors(x.device, tables, stats)
+
+
+def _check_batch(
+    x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor, token_slot: torch.Tensor
+) -> None:
+    if x.dim() != 2 or x.dtype not in INPUT_TYPES:
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}; give (T, H) in fp32, fp16 or bf16")
+    if expert_ids.dim() != 2 or len(expert_ids) != len(x) or expert_ids.dtype not in ID_TYPES:
+        raise ValueError(f"expert_ids is {expert_ids.dtype} {tuple(expert_ids.shape)}; give int ({len(x)}, A)")
+    if expert_weights.shape != expert_ids.shape or expert_weights.dtype not in INPUT_TYPES:
+        raise ValueError(
+            f"expert_weights is {expert_weights.dtype} {tuple(expert_weights.shape)}; "
+            f"give floating point {tuple(expert_ids.shape)}"
+        )
+    if token_slot.shape != x.shape[:1] or token_slot.dtype != torch.int32 or not token_slot.is_contiguous():
+        raise ValueError(f"token_slot is {token_slot.dtype} {tuple(token_slot.shape)}; give int32 ({len(x)},)")
+
+
+def _check_tensors(device: torch.device, tables: BlockTables, stats: RoutingStats) -> None:
+    expected = {"bits": torch.int32, "frame_address": torch.int64, "table_address": torch.int64, "memory": torch.uint8}
+    expected |= {"mass": torch.float32, "counts": torch.int32, "features": torch.float32}
+    for name, tensor in {**tables._asdict(), **stats._asdict()}.items():
+        if tensor.dtype != expected[name] or not tensor.is_contiguous():
+            raise ValueError(f"{name} is {tensor.dtype}; give a contiguous {expected[name]} tensor")
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device} and x on {device}; keep a layer on one device")

@@ -1,0 +1,135 @@
+"""From frames to weights inside a kernel: planes through frame addresses, codes from planes, values from tables.
+
+Plain Triton only, so it runs on every backend and in the interpreter. Columns are handled in stored order
+(position = 32 * word + bit of the device order); inputs are permuted to it once, weights never.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def column_at(position, K: tl.constexpr):
+    """The column kept at a stored position; K or more at padding."""
+    FULL: tl.constexpr = K // 512
+    TAIL: tl.constexpr = ((K % 512 + 63) // 64) * 2
+    word = position // 32
+    bit = position % 32
+    block = word // 16
+    word = word % 16
+    block_words = tl.where(block < FULL, 16, TAIL)
+    nibble = bit >> 2
+    q = ((bit & 3) << 2) | (((nibble >> 2) & 1) << 1) | (nibble & 1)
+    j = ((word & 1) << 4) | q
+    w = (word & 14) | ((nibble >> 1) & 1)
+    return 512 * block + block_words * j + w
+
+
+@triton.jit
+def position_of(column, K: tl.constexpr):
+    """The stored position of a column; the inverse of column_at."""
+    FULL: tl.constexpr = K // 512
+    # max(..., 2): a whole number of blocks has no tail, and nothing may divide by zero.
+    TAIL: tl.constexpr = max(((K % 512 + 63) // 64) * 2, 2)
+    block = column // 512
+    block_words = tl.where(block < FULL, 16, TAIL)
+    inner = column % 512
+    j = inner // block_words
+    w = inner % block_words
+    q = j & 15
+    word = 16 * block + (w & ~1) + (j >> 4)
+    bit = 4 * (4 * ((q >> 1) & 1) + (q & 1) + 2 * (w & 1)) + (q >> 2)
+    return 32 * word + bit
+
+
+@triton.jit
+def load_words(plane_ptr, rows, mask_rows, word, K: tl.constexpr, ROWS_PER_FRAME: tl.constexpr):
+    """(BLOCK_N, WORDS) int32: words `word` of rows `rows` of one plane, zero where masked.
+
+    plane_ptr: to the plane's F frame addresses. The frame of a row does not depend on the word.
+    """
+    FULL: tl.constexpr = K // 512
+    TAIL: tl.constexpr = ((K % 512 + 63) // 64) * 2
+    address = tl.load(plane_ptr + rows // ROWS_PER_FRAME, mask=mask_rows, other=0)
+    block = word // 16
+    block_words = tl.where(block < FULL, 16, TAIL)
+    row_in_frame = (rows % ROWS_PER_FRAME)[:, None]
+    offset = (block * (16 * ROWS_PER_FRAME) + word % 16)[None, :] + row_in_frame * block_words[None, :]
+    words = address.to(tl.pointer_type(tl.int32))[:, None] + offset
+    mask = mask_rows[:, None] & (word < 16 * FULL + TAIL)[None, :]
+    return tl.load(words, mask=mask, other=0)
+
+
+@triton.jit
+def load_weights(
+    frames_ptr,
+    table_ptr,
+    width,
+    rows,
+    mask_rows,
+    first_word,
+    frames,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WORDS: tl.constexpr,
+    ROWS_PER_FRAME: tl.constexpr,
+):
+    """(BLOCK_N, 32 * WORDS) fp16 weights in stored order: w[n, k] = table[n, code(n, k)], zero where masked.
+
+    frames_ptr: the linear-block's addresses [P, frames]; only the first `width` planes are read.
+    table_ptr: to its fp16 table [N, 2^width].
+    """
+    PADDED: tl.constexpr = K % 64 != 0
+    word = first_word + tl.arange(0, WORDS)
+    bit = tl.arange(0, 32)
+    code = tl.zeros((BLOCK_N, WORDS, 32), tl.int32)
+    for plane in range(0, width):
+        words = load_words(frames_ptr + plane * frames, rows, mask_rows, word, K, ROWS_PER_FRAME)
+        code = code * 2 + ((words[:, :, None] >> bit[None, None, :]) & 1)
+    mask = (mask_rows[:, None] & (word < (K + 63) // 64 * 2)[None, :])[:, :, None]
+    if PADDED:
+        # Padding bits may be anything, and what they name in the table need not be finite.
+        position = word[:, None] * 32 + bit[None, :]
+        mask = mask & (column_at(position, K) < K)[None, :, :]
+    else:
+        mask = tl.broadcast_to(mask, (BLOCK_N, WORDS, 32))
+    value = tl.load(table_ptr + (rows << width)[:, None, None] + code, mask=mask, other=0.0)
+    return tl.reshape(value, (BLOCK_N, 32 * WORDS))
+
+
+@triton.jit
+def add_product(
+    acc,
+    x_ptr,
+    mask_tokens,
+    frames_ptr,
+    table_ptr,
+    width,
+    rows,
+    mask_rows,
+    frames,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WORDS: tl.constexpr,
+    ROWS_PER_FRAME: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """acc[m, n] + sum_k x[m, k] * w[n, k] over all K columns of a linear-block.
+
+    x_ptr: (BLOCK_M,) pointers to permuted input rows of ceil(K / 64) * 64 entries; padding entries may be anything.
+    """
+    STORED: tl.constexpr = (K + 63) // 64 * 64
+    BLOCK_K: tl.constexpr = 32 * WORDS
+    for first in range(0, STORED, BLOCK_K):
+        position = first + tl.arange(0, BLOCK_K)
+        mask_k = position < STORED
+        if STORED != K:
+            mask_k = mask_k & (column_at(position, K) < K)
+        x = tl.load(x_ptr[:, None] + position[None, :], mask=mask_tokens[:, None] & mask_k[None, :], other=0.0)
+        weights = load_weights(
+            frames_ptr, table_ptr, width, rows, mask_rows, first // 32, frames, K, BLOCK_N, WORDS, ROWS_PER_FRAME
+        )
+        acc = tl.dot(x.to(OPERAND), tl.trans(weights.to(OPERAND)), acc, input_precision="ieee")
+    return acc

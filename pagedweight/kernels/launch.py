@@ -1,0 +1,63 @@
+"""Launch settings: what a launch may choose, what a device allows, and the measured choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """Tile sizes of the grouped kernels, each a power of two.
+
+    block_m: pairs per tile. block_n: weight rows per tile (gate_up splits them between gate and up).
+    words: 32-column words per step of the reduction.
+    """
+
+    block_m: int = 16
+    block_n: int = 64
+    words: int = 4
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "words", "num_warps"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name} is {value}; give a power of two")
+        if min(self.block_m, self.block_n // 2, 16 * self.words) < 16:
+            raise ValueError(
+                f"block_m {self.block_m}, block_n {self.block_n}, words {self.words}: a tensor-core tile needs "
+                "block_m >= 16, block_n >= 32, words >= 1"
+            )
+        if self.num_stages < 1:
+            raise ValueError(f"num_stages is {self.num_stages}; give at least 1")
+
+
+def shared_bytes(config: LaunchConfig, element_bytes: int) -> int:
+    """An upper bound on the shared memory of one program: every stage's tokens and weights, and their words."""
+    block_k = 32 * config.words
+    tokens = config.num_stages * config.block_m * block_k * element_bytes
+    # The decoded tile passes through shared memory once as an operand and once to change layout.
+    weights = config.block_n * block_k * (element_bytes + 4)
+    return tokens + weights
+
+
+def is_legal(config: LaunchConfig, element_bytes: int, shared_limit: int) -> bool:
+    """Whether a device that allows `shared_limit` bytes of shared memory per program can run this launch."""
+    return shared_bytes(config, element_bytes) <= shared_limit
+
+
+def choose(experts: int, pairs: int, element_bytes: int, shared_limit: int) -> LaunchConfig:
+    """The launch for a batch of T * A pairs; ValueError when the device allows none."""
+    wanted = (
+        LaunchConfig(block_m=64, block_n=128, words=2, num_warps=8)
+        if pairs > 16 * experts
+        else LaunchConfig(block_m=16, block_n=64, words=4)
+    )
+    for config in (wanted, LaunchConfig(block_n=64, words=2), LaunchConfig(block_n=32, words=1, num_stages=1)):
+        if is_legal(config, element_bytes, shared_limit):
+            return config
+    raise ValueError(
+        f"the device allows {shared_limit} bytes of shared memory per program; the smallest launch needs "
+        f"{shared_bytes(config, element_bytes)}"
+    )
