@@ -8,12 +8,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from pagedweight.integrations.kv_pool import FrameHoldings, KVPool, SlabShape
 from pagedweight.integrations.kv_slab import Slab, Span, grow, missing_frames
-
-LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class ArenaLayer(CacheLayerMixin):
@@ -202,14 +200,12 @@ class ArenaCache(Cache):
     def __init__(self, pool: KVPool, config: PreTrainedConfig) -> None:
         self._pool = pool
         self._holdings = FrameHoldings(pool.arena)
-        kinds, windows = cached_layers(config)
-        if len(kinds) != len(pool.layers):
-            raise ValueError(f"the pool knows {len(pool.layers)} cached layers and the model's config {len(kinds)}")
+        own = DynamicCache(config=config).layers
+        if len(own) != len(pool.layers):
+            raise ValueError(f"the pool knows {len(pool.layers)} cached layers and the model's config {len(own)}")
         layers = [
-            ArenaLayer(pool, self._holdings, shapes)
-            if kind == "full_attention"
-            else ArenaSlidingLayer(pool, self._holdings, shapes, windows)
-            for kind, shapes in zip(kinds, pool.layers, strict=True)
+            like if shapes is None else arena_layer(like, pool, self._holdings, shapes)
+            for like, shapes in zip(own, pool.layers, strict=True)
         ]
         super().__init__(layers=layers)
         self._config = config
@@ -218,7 +214,7 @@ class ArenaCache(Cache):
     def __deepcopy__(self, memo: dict) -> ArenaCache:
         """A cache with the same tokens in frames of its own. Raises OutOfFrames."""
         copy = memo[id(self)] = ArenaCache(self._pool, self._config)
-        for own, other in zip(self.layers, copy.layers, strict=True):
+        for own, other in zip(self._arena_layers(), copy._arena_layers(), strict=True):
             other.copy_from(own)
         return copy
 
@@ -243,28 +239,43 @@ class ArenaCache(Cache):
         self.reset()
 
     def _spans(self, tokens: int) -> list[Span]:
-        return [span for layer in self.layers for span in layer.growth(tokens)]
+        return [span for layer in self._arena_layers() for span in layer.growth(tokens)]
+
+    def _arena_layers(self) -> list[ArenaLayer]:
+        """Layers that hold a cache; a layer that shares another's keeps the model's own empty object."""
+        return [layer for layer in self.layers if isinstance(layer, ArenaLayer)]
 
 
-def probe_shapes(model: PreTrainedModel) -> list[tuple[SlabShape, SlabShape]]:
-    """(K shape, V shape) of every cached layer, seen in a forward over one token with the model's own cache."""
-    config = model.config
-    cache = DynamicCache(config=config)
+def arena_layer(
+    like: CacheLayerMixin, pool: KVPool, holdings: FrameHoldings, shapes: tuple[SlabShape, SlabShape]
+) -> ArenaLayer:
+    """The arena's counterpart of one of the model's own cache layers."""
+    if isinstance(like, DynamicSlidingWindowLayer):
+        return ArenaSlidingLayer(pool, holdings, shapes, like.sliding_window)
+    return ArenaLayer(pool, holdings, shapes)
+
+
+def probe_shapes(model: PreTrainedModel) -> list[tuple[SlabShape, SlabShape] | None]:
+    """(K shape, V shape) of every layer of the model's own cache, None where a layer keeps nothing of its own.
+
+    Found by a forward over one token. ValueError when a layer keeps something else than keys and values.
+    """
+    cache = DynamicCache(config=model.config)
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     with torch.no_grad():
         model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=True, **{name: cache})
-    return [
-        tuple(SlabShape(t.shape[1], t.shape[3], t.dtype) for t in (layer.keys, layer.values)) for layer in cache.layers
-    ]
+    return [layer_shapes(number, layer) for number, layer in enumerate(cache.layers)]
 
 
-def cached_layers(config: PreTrainedConfig) -> tuple[list[str], int]:
-    """Layer types that hold a cache, in order, and the window of the sliding ones. ValueError on other kinds."""
-    kinds, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-    unknown = sorted(set(kinds) - set(LAYER_TYPES))
-    if unknown:
+def layer_shapes(number: int, layer: CacheLayerMixin) -> tuple[SlabShape, SlabShape] | None:
+    """What one layer of a DynamicCache has stored."""
+    if type(layer).__name__ == "DummyLayer":
+        return None
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
         raise ValueError(
-            f"layers of type {', '.join(unknown)} keep another kind of cache than {' and '.join(LAYER_TYPES)}; "
-            "patch without budget_bytes and use the model's own cache"
+            f"layer {number} keeps a {type(layer).__name__}, and only full and sliding-window attention can share the "
+            "budget; patch without budget_bytes and use the model's own cache"
         )
-    return list(kinds), settings.get("sliding_window", 0)
+    if layer.keys is None:
+        return None
+    return tuple(SlabShape(t.shape[1], t.shape[3], t.dtype) for t in (layer.keys, layer.values))

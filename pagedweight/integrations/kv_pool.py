@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from pagedweight.runtime.frames import KV_OWNER, Arena, OutOfFrames
-from pagedweight.runtime.kv import KVState
+from pagedweight.runtime.frames import KV_OWNER, Arena
 
 
 class SlabShape(NamedTuple):
@@ -62,35 +63,34 @@ class FrameHoldings:
 
 
 class KVPool:
-    """Where the caches of one model take their frames; counts free KV blocks for the planner (a KVGauge).
+    """Where the caches of one model take their frames.
 
     A block is block_tokens tokens of one sequence over all layers, in whole frames: B_KV = block_frames * frame_bytes.
-    layers: (K shape, V shape) of every cached layer.
-    make_room: asked for bytes when the arena has too few free frames; returns what it released.
+    layers: (K shape, V shape) of every layer; None where a layer keeps no cache of its own.
+    make_room: makes the bytes it is given free in the arena or raises OutOfFrames; asked when too few are.
     """
 
     def __init__(
         self,
         arena: Arena,
-        layers: Sequence[tuple[SlabShape, SlabShape]],
+        layers: Sequence[tuple[SlabShape, SlabShape] | None],
         block_tokens: int,
-        make_room: Callable[[int], int] | None = None,
+        make_room: Callable[[int], None] | None = None,
     ) -> None:
         self.arena = arena
         self.layers = tuple(layers)
         self.block_frames = block_frames(self.layers, arena.frame_bytes, block_tokens)
         self.make_room = make_room
-        self.pending_frames = 0
         self._abandoned: deque[FrameHoldings] = deque()
 
     @property
     def block_bytes(self) -> int:
+        """B_KV."""
         return self.block_frames * self.arena.frame_bytes
 
-    def read(self) -> KVState:
-        """Free blocks, and what the coming forward will take of them."""
-        pending = -(-self.pending_frames // self.block_frames)
-        return KVState(self.arena.free_frames // self.block_frames, self.block_bytes, pending)
+    def blocks(self, frames: int) -> int:
+        """Blocks that a number of frames amounts to, rounded up."""
+        return -(-frames // self.block_frames)
 
     def abandon(self, holdings: FrameHoldings) -> None:
         """Note that the holdings' cache is gone. Safe wherever a garbage collector may run."""
@@ -102,23 +102,14 @@ class KVPool:
             self._abandoned.popleft().give_all()
 
     def take(self, holdings: FrameHoldings, count: int) -> np.ndarray:
-        """count frames for the holdings; asks for room when the arena has too few. Raises OutOfFrames."""
+        """int64 (count,) ids of frames for the holdings, made free first if need be. Raises OutOfFrames."""
         self.collect()
-        short = count - self.arena.free_frames
-        released = 0
-        if short > 0 and self.make_room is not None:
-            released = self.make_room(short * self.arena.frame_bytes)
-        missing = count - self.arena.free_frames
-        if missing > 0:
-            raise OutOfFrames(
-                f"the KV cache needs {count * self.arena.frame_bytes} bytes more; expert weights released {released} "
-                f"and {missing * self.arena.frame_bytes} are still missing; raise budget_bytes, or serve fewer or "
-                "shorter sequences"
-            )
+        if count > self.arena.free_frames and self.make_room is not None:
+            self.make_room(count * self.arena.frame_bytes)
         return holdings.take(count)
 
 
-def block_frames(layers: Sequence[tuple[SlabShape, SlabShape]], frame_bytes: int, block_tokens: int) -> int:
+def block_frames(layers: Sequence[tuple[SlabShape, SlabShape] | None], frame_bytes: int, block_tokens: int) -> int:
     """Frames of one KV block: block_tokens tokens of K and of V in every layer, rounded up once."""
-    per_token = sum(1 / shape.tokens_per_frame(frame_bytes) for pair in layers for shape in pair)
-    return max(1, int(np.ceil(round(block_tokens * per_token, 6))))
+    shapes = [shape for pair in layers if pair is not None for shape in pair]
+    return max(1, math.ceil(sum(Fraction(block_tokens, shape.tokens_per_frame(frame_bytes)) for shape in shapes)))
