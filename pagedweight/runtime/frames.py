@@ -28,10 +28,10 @@ class OwnerKind(enum.IntEnum):
 
 
 class Owner(NamedTuple):
-    """Who holds a frame; row is the table row of a plane or table, -1 for KV."""
+    """Who holds a frame; row is the table row of a plane or table (an array: one for each frame), -1 for KV."""
 
     kind: OwnerKind
-    row: int = -1
+    row: int | np.ndarray = -1
 
 
 KV_OWNER = Owner(OwnerKind.KV)

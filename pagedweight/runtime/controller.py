@@ -1,0 +1,307 @@
+"""The runtime of one model on one device: one boundary between forwards, in which everything happens in order."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from pagedweight.layout import BlockId, BlockTables, Layout, RoutingStats
+from pagedweight.policy import Policy
+from pagedweight.runtime.config import RuntimeConfig
+from pagedweight.runtime.controller_report import RuntimeSnapshot, explain_row, take_snapshot
+from pagedweight.runtime.controller_signals import SignalReader
+from pagedweight.runtime.frames import KV_OWNER, Arena, OutOfFrames
+from pagedweight.runtime.kv import ArenaGauge, KVGauge, KVState
+from pagedweight.runtime.observe import Limits, Observation, observe
+from pagedweight.runtime.pager import Pager
+from pagedweight.runtime.pages import HostPages
+from pagedweight.runtime.planner import Plan, Queue, initial_bits, plan_raise, plan_step
+from pagedweight.runtime.table import PageTable
+from pagedweight.runtime.table_view import TableSnapshot, Transition
+from pagedweight.runtime.transfer import TransferEngine
+
+_LOG = logging.getLogger(__name__)
+_NOTHING = Plan()
+_RESCUES_PER_ALLOCATION = 3
+
+
+class Runtime:
+    """Widths, pages and KV blocks of one arena.
+
+    At construction every row is placed at the floor, then raised to the widths that the policy chooses under the
+    arena's free bytes, less the KV blocks that the reload threshold keeps free. Without a gauge widths stay as they
+    are. Call `boundary` once before every forward.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        host: HostPages,
+        arena: Arena,
+        policy: Policy,
+        config: RuntimeConfig,
+        engine: TransferEngine,
+        gauge: KVGauge | None = None,
+        stats: RoutingStats | None = None,
+    ) -> None:
+        policy.check_layout(layout)
+        self.layout = layout
+        self.arena = arena
+        self.config = config
+        self.policy = policy
+        self._host = host
+        self._engine = engine
+        self._gauge = gauge
+        self._signals = SignalReader(stats, engine, log_features=policy.feature_transform == "log")
+        self._weights = np.array([n * k for n, k in layout.row_shapes()], dtype=np.int64)
+        self._table = PageTable(layout, host.sizes, arena)
+        self._pager = Pager(self._table, arena, host, engine)
+        self._queue = Queue()
+        self._kv: KVState | None = None
+        self._shortfall_bytes = 0
+        self._fruitless: tuple[int, ...] | None = None
+        self._state = "at rest"
+        self._paused = False
+        self._rescue_order = _cheapest_to_drop(policy, host.sizes.resident_bytes())
+        self._place()
+
+    @property
+    def tables(self) -> BlockTables:
+        """What kernels read; written in place for life."""
+        return self._table.tables
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight."""
+        return self._pager.idle
+
+    def boundary(self, pending_blocks: int = 0) -> None:
+        """Between two forwards: collect, raise, read, plan, lower, publish, start. Waits for the device only when
+        the coming forward's KV blocks (pending_blocks) do not fit otherwise, or when the config asks for determinism.
+        """
+        if self._paused:
+            return
+        self._pager.collect(wait=self.config.deterministic)
+        self._pager.raise_landed()
+        self._kv = self._read(pending_blocks)
+        plan = self._plan(self._kv)
+        self._pager.lower(plan.transitions)
+        self._table.publish()
+        self._pager.start(plan.transitions)
+        self._make_room(self._kv)
+        self._table.advance()
+
+    def pause(self) -> None:
+        """Until resume, boundaries do nothing: while a CUDA graph is captured, nothing may move or be asked."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def snapshot(self) -> RuntimeSnapshot:
+        return take_snapshot(
+            self._table, self._pager, self.arena.bytes_by_owner(), self._weights, self._kv, self._shortfall_bytes
+        )
+
+    def explain(self, block: BlockId | None = None) -> str:
+        """A linear-block's row of the page table, or, without one, what the runtime is doing and why."""
+        if block is not None:
+            return explain_row(self._table, self.layout.row(block), block)
+        if self._gauge is None:
+            return "no KV gauge is attached: widths stay as they are"
+        return (
+            f"{self._state}: {self._kv}, offload at {self.config.offload_free_blocks} free blocks or fewer, "
+            f"reload above {self.config.reload_free_blocks}; shortfall {self._shortfall_bytes} bytes; "
+            f"{self._pager.moves}"
+        )
+
+    def set_bits(self, bits: np.ndarray | int) -> None:
+        """Bring every row to a width (one, or one for each row) and wait until it is there. For evaluation and tests.
+
+        ValueError for an unsupported width; OutOfFrames when the arena cannot hold them, the rest being in place.
+        """
+        wanted = np.broadcast_to(np.asarray(bits, dtype=np.int64), (self.layout.rows,))
+        unsupported = sorted(set(wanted.tolist()) - set(self.layout.widths))
+        if unsupported:
+            raise ValueError(f"widths {unsupported} are not supported; use {self.layout.widths}")
+        self._pager.settle()
+        self._carry_out(np.minimum(wanted, self._table.committed))
+        self._carry_out(wanted)
+        missing = int((self._table.committed != wanted).sum())
+        if missing:
+            raise OutOfFrames(
+                f"{missing} rows do not fit at the widths wanted: {self.arena.free_bytes} bytes are free; "
+                "raise the budget or ask for fewer bits"
+            )
+
+    def ensure_bytes(self, wanted_bytes: int) -> None:
+        """Make bytes free in the arena now, down to the floor width if need be. Raises OutOfFrames when impossible."""
+        before = self.arena.free_bytes
+        free = self._rescue(wanted_bytes)
+        if free < wanted_bytes:
+            raise OutOfFrames(
+                f"{wanted_bytes} bytes wanted: {before} were free, {free - before} more were released, "
+                f"{wanted_bytes - free} are missing with every linear-block at its floor; "
+                "free some KV cache or raise the budget"
+            )
+
+    def allocate_kv(self, frames: int) -> np.ndarray:
+        """int64 ids of frames for the KV cache, taken from the weights if need be. Raises OutOfFrames."""
+        if frames > self.arena.free_frames:
+            self.ensure_bytes(frames * self.arena.frame_bytes)
+        return self.arena.allocate(frames, KV_OWNER)
+
+    def allocate_kv_run(self, frames: int) -> int:
+        """First id of contiguous frames for the KV cache. Raises OutOfFrames."""
+        wanted_bytes = frames * self.arena.frame_bytes
+        for attempt in range(_RESCUES_PER_ALLOCATION):
+            try:
+                return self.arena.allocate_run(frames, KV_OWNER)
+            except OutOfFrames:
+                # Free frames need not lie together: each attempt asks for more than the last.
+                self._rescue(max(wanted_bytes, self.arena.free_bytes + (wanted_bytes << attempt)))
+        return self.arena.allocate_run(frames, KV_OWNER)
+
+    def free_kv(self, frames: np.ndarray) -> None:
+        """Give KV frames back; whatever reuses them is ordered after the forwards launched so far."""
+        self.arena.free(frames)
+
+    def check(self) -> None:
+        """Assert the invariants of arena and page table."""
+        self.arena.check()
+        self._table.check()
+
+    def close(self) -> None:
+        """Finish what is in flight and give host memory back; the runtime does nothing afterwards."""
+        self._pager.settle()
+        self.pause()
+        self._engine.close()
+        self._host.close()
+
+    def _place(self) -> None:
+        """Floor first, which must fit; then the initial widths."""
+        sizes, floor = self._host.sizes, self.layout.floor_width
+        floor_bytes = int(sizes.resident_bytes()[:, 0].sum())
+        free = self.arena.free_bytes
+        if free < floor_bytes:
+            raise ValueError(
+                f"the arena has {free} bytes, every linear-block at {floor} bits takes {floor_bytes}; "
+                "raise the budget or quantize with a lower floor width"
+            )
+        self._carry_out(np.full(self.layout.rows, floor))
+        self._kv = self._read(0)
+        shared = isinstance(self._gauge, ArenaGauge)
+        kept_free = (self.config.reload_free_blocks + 1) * self._kv.block_bytes if shared and self._kv else 0
+        seen = self._table.snapshot()
+        self.set_bits(initial_bits(seen, self.policy, max(floor_bytes, free - kept_free)))
+
+    def _carry_out(self, bits: np.ndarray) -> None:
+        """Move every row towards a width and wait."""
+        moves = _transitions(self._table.snapshot(), bits)
+        self._pager.lower(moves)
+        self._table.publish()
+        self._pager.start(moves)
+        self._pager.settle()
+
+    def _read(self, pending_blocks: int) -> KVState | None:
+        if self._gauge is None:
+            return None
+        state = self._gauge.read()
+        return state._replace(pending_blocks=state.pending_blocks + pending_blocks)
+
+    def _plan(self, kv: KVState | None) -> Plan:
+        """Lower under pressure, raise when there is room beyond the reload threshold, else keep the queue fresh."""
+        if kv is None:
+            return _NOTHING
+        due = self._table.step % self.config.plan_period_steps == 0
+        if (self._table.step + 1) % self.config.plan_period_steps == 0:
+            self._signals.refresh(wait=self.config.deterministic)
+        situation = (kv.headroom_blocks, self._table.version, self._pager.releasing_bytes, self._pager.loading_bytes)
+        if situation == self._fruitless and not due:
+            return _NOTHING
+        if kv.headroom_blocks <= self.config.offload_free_blocks:
+            plan = self._plan_lowering(kv)
+            self._note("short of bytes" if plan.shortfall_bytes else "under pressure", plan.shortfall_bytes)
+        else:
+            plan = self._plan_raising(kv, due)
+            self._note(self._state_above_pressure(kv), 0)
+        self._fruitless = None if plan.transitions else situation
+        return plan
+
+    def _state_above_pressure(self, kv: KVState) -> str:
+        """Pressure is over only above the reload threshold, as movement has it: no change of state at every block."""
+        if kv.headroom_blocks <= self.config.reload_free_blocks:
+            return self._state
+        return "at rest" if self._table.at_parent_width else "restoring"
+
+    def _plan_lowering(self, kv: KVState) -> Plan:
+        seen = self._table.snapshot()
+        self._queue, plan = plan_step(seen, self._observe(seen, kv), self.policy, self._queue)
+        return plan
+
+    def _plan_raising(self, kv: KVState, due: bool) -> Plan:
+        """A raise that leaves free blocks above the reload threshold; the queue is refreshed when it is due."""
+        available = self._raise_bytes(kv)
+        if available <= 0 or self._table.at_parent_width:
+            return self._plan_lowering(kv) if due else _NOTHING
+        seen = self._table.snapshot()
+        plan = plan_raise(seen, self._observe(seen, kv), self.policy, available)
+        return plan._replace(transitions=self._within(plan.transitions, available))
+
+    def _raise_bytes(self, kv: KVState) -> int:
+        spare = (kv.headroom_blocks - self.config.reload_free_blocks - 1) * kv.block_bytes
+        return min(spare, self.arena.free_bytes, self.config.max_loading_bytes - self._pager.loading_bytes)
+
+    def _within(self, raising: tuple[Transition, ...], available_bytes: int) -> tuple[Transition, ...]:
+        """The raises that fit while old tables stay beside the new ones, until the new ones are in use."""
+        if not raising:
+            return raising
+        rows = np.array([t.row for t in raising])
+        needed = np.array([t.bytes for t in raising]) + self._table.slot_bytes(rows)
+        return tuple(t for t, fits in zip(raising, np.cumsum(needed) <= available_bytes, strict=True) if fits)
+
+    def _observe(self, seen: TableSnapshot, kv: KVState) -> Observation:
+        return observe(
+            seen,
+            kv,
+            self.config.offload_free_blocks,
+            self._signals.refresh(wait=self.config.deterministic),
+            in_flight_bytes=self._pager.releasing_bytes,
+            limits=Limits(dwell_steps=self.config.min_dwell_steps, raise_bytes=self.config.max_loading_bytes),
+        )
+
+    def _make_room(self, kv: KVState | None) -> None:
+        """The coming forward's blocks, where they come from the arena; what cannot be had, its allocation reports."""
+        if kv is not None and kv.pending_blocks and isinstance(self._gauge, ArenaGauge):
+            self._rescue(kv.pending_blocks * kv.block_bytes)
+
+    def _rescue(self, wanted_bytes: int) -> int:
+        if self._paused or wanted_bytes <= self.arena.free_bytes:
+            return self.arena.free_bytes
+        return self._pager.rescue(wanted_bytes, self._rescue_order)
+
+    def _note(self, state: str, shortfall_bytes: int) -> None:
+        """One log line for each change of state, however many boundaries it lasts."""
+        self._shortfall_bytes = shortfall_bytes
+        if state != self._state:
+            self._state = state
+            _LOG.info("expert weights are %s", self.explain())
+
+
+def _transitions(seen: TableSnapshot, bits: np.ndarray) -> list[Transition]:
+    """Transitions from the committed widths to others; a row that has none yet needs all its bytes."""
+    held = np.concatenate([np.zeros_like(seen.bytes[:, :1]), seen.bytes], axis=1)
+    widths = np.array([0, *seen.widths])
+    rows = np.flatnonzero(bits != seen.committed)
+    before, after = seen.committed[rows], bits[rows]
+    change = held[rows, np.searchsorted(widths, after)] - held[rows, np.searchsorted(widths, before)]
+    columns = (rows.tolist(), before.tolist(), after.tolist(), np.abs(change).tolist())
+    return list(map(Transition._make, zip(*columns, strict=True)))
+
+
+def _cheapest_to_drop(policy: Policy, resident_bytes: np.ndarray) -> np.ndarray:
+    """Rows by offline damage per byte of a drop from the parent width to the floor, cheapest first."""
+    damage = np.maximum(policy.sensitivity[:, 0] - policy.sensitivity[:, -1], 0)
+    released = np.maximum(resident_bytes[:, -1] - resident_bytes[:, 0], 1)
+    return np.argsort(damage / released, kind="stable")

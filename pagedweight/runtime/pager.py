@@ -1,0 +1,183 @@
+"""Carries transitions out: an offload lowers before it moves, a reload moves before it raises.
+
+A failed copy or a lack of frames leaves every page state true and every frame owned; the error goes to the caller,
+and the next boundary may try again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import numpy as np
+
+from pagedweight.runtime.frames import Arena
+from pagedweight.runtime.pager_load import Loads
+from pagedweight.runtime.pager_release import Releases
+from pagedweight.runtime.pages import HostPages
+from pagedweight.runtime.table import PageTable
+from pagedweight.runtime.table_view import Transition
+from pagedweight.runtime.transfer import FrameCopy, TransferEngine
+
+
+class Moves(NamedTuple):
+    """What has been moved since the start. deferred: raises put off for want of room; cancelled: loads given up."""
+
+    lowered_rows: int
+    raised_rows: int
+    deferred_rows: int
+    cancelled_rows: int
+    loaded_bytes: int
+    released_bytes: int
+    written_back_bytes: int
+
+
+class Pager:
+    """Moves pages for one table. Only settle, rescue and collect(wait=True) wait for the device."""
+
+    def __init__(self, table: PageTable, arena: Arena, host: HostPages, engine: TransferEngine) -> None:
+        self._table = table
+        self._arena = arena
+        self._host = host
+        self._engine = engine
+        self._loads = Loads(table, arena, host, engine)
+        self._releases = Releases(table, arena, host, engine)
+        self._lowered_rows = 0
+        self._raised_rows = 0
+
+    @property
+    def loading_bytes(self) -> int:
+        """Bytes on their way to the device."""
+        return self._loads.bytes
+
+    @property
+    def releasing_bytes(self) -> int:
+        """Bytes of frames that will be free once their last reader has finished."""
+        return self._releases.bytes
+
+    @property
+    def idle(self) -> bool:
+        return self._loads.idle and self._releases.idle
+
+    @property
+    def moves(self) -> Moves:
+        loads, releases = self._loads, self._releases
+        return Moves(
+            self._lowered_rows,
+            self._raised_rows,
+            loads.deferred_rows,
+            loads.cancelled_rows,
+            loads.loaded_bytes,
+            releases.released_bytes,
+            releases.written_back_bytes,
+        )
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Take in what has finished: free released frames, note landed pages. wait: let everything finish first."""
+        self._releases.collect(wait=wait)
+        self._loads.collect(wait=wait)
+
+    def raise_landed(self) -> None:
+        """Commit the higher width of rows whose pages have landed; the caller publishes."""
+        rows = self._loads.take_landed()
+        if len(rows):
+            self._table.end_move(rows)
+            self._releases.add(rows[:0], self._table.commit_raise(rows))
+            self._raised_rows += len(rows)
+
+    def lower(self, transitions: Iterable[Transition]) -> None:
+        """Commit the lowerings among the transitions; the caller publishes, then starts."""
+        lowering = self._checked([t for t in transitions if t.lowers])
+        if not lowering:
+            return
+        rows, bits = np.array([(t.row, t.to_bits) for t in lowering], dtype=np.int64).T
+        above_floor = bits > self._table.floor
+        with ExitStack() as on_error:
+            on_error.callback(self._fall_to_floor, rows)
+            self._engine.write_now(
+                [self._slot_write(*t) for t in zip(rows[above_floor], bits[above_floor], strict=True)]
+            )
+            on_error.pop_all()
+        self._commit_lower(rows, bits)
+
+    def start(self, transitions: Iterable[Transition] = ()) -> None:
+        """Begin what follows a publish: release what no new forward can read, and load for the raises."""
+        assert self._table.published
+        self._releases.start()
+        raising = self._checked([t for t in transitions if not t.lowers])
+        if raising:
+            self._loads.start(raising)
+
+    def settle(self) -> None:
+        """Wait for everything in flight, and leave nothing half done."""
+        while not self.idle:
+            self.collect(wait=True)
+            self.raise_landed()
+            self._table.publish()
+            self.start()
+
+    def rescue(self, wanted_bytes: int, order: Sequence[int]) -> int:
+        """Make wanted_bytes free at once, and wait until they are; returns the free bytes, which may be fewer.
+
+        First what is on its way out, then loads are given up, then rows drop straight to the floor in the given
+        order, which needs nothing from the host.
+        """
+        self._table.publish()
+        self._release_now()
+        if self._arena.free_bytes < wanted_bytes:
+            self._loads.cancel()
+        if self._arena.free_bytes < wanted_bytes:
+            self.lower(self._drops_to_floor(wanted_bytes - self._arena.free_bytes, order))
+            self._table.publish()
+            self._release_now()
+        return self._arena.free_bytes
+
+    def _release_now(self) -> None:
+        self._releases.start()
+        self._releases.collect(wait=True)
+
+    def _drops_to_floor(self, missing_bytes: int, order: Sequence[int]) -> list[Transition]:
+        seen = self._table.snapshot()
+        held = seen.bytes[np.arange(len(seen.committed)), self._table.width_index(seen.committed)]
+        drops = []
+        for row in order:
+            if missing_bytes <= 0:
+                break
+            if seen.busy[row] or seen.committed[row] <= self._table.floor:
+                continue
+            released = int(held[row] - seen.bytes[row, 0])
+            drops.append(Transition(int(row), int(seen.committed[row]), self._table.floor, released))
+            missing_bytes -= released
+        return drops
+
+    def _checked(self, transitions: list[Transition]) -> list[Transition]:
+        """The transitions, or ValueError, with nothing moved, when a row comes twice or is not as the plan says."""
+        rows = [t.row for t in transitions]
+        if len(set(rows)) != len(rows):
+            raise ValueError("a plan names a row twice; give each row one transition")
+        for t in transitions:
+            committed, desired = self._table.committed[t.row], self._table.desired[t.row]
+            if not t.from_bits == committed == desired:
+                raise ValueError(
+                    f"row {t.row} is at {committed} bits on its way to {desired}; "
+                    f"the plan moves it from {t.from_bits} to {t.to_bits}: plan again"
+                )
+        return transitions
+
+    def _fall_to_floor(self, rows: np.ndarray) -> None:
+        """A slot half overwritten serves no width, so kernels are sent to the floor's table at once."""
+        self._commit_lower(rows, np.full_like(rows, self._table.floor))
+        self._table.publish()
+
+    def _slot_write(self, row: int, bits: int) -> FrameCopy:
+        """The table of a lower width over the prefix of the row's slot."""
+        run = self._table.slot_run[row]
+        return FrameCopy(np.arange(run, run + self._table.table_frames(row, bits)), self._host.table(row, bits))
+
+    def _commit_lower(self, rows: np.ndarray, bits: np.ndarray) -> None:
+        self._table.want(rows, bits)
+        table_frames = self._table.commit_lower(rows)
+        self._table.begin_move_out(rows)
+        self._releases.add(rows, table_frames)
+        self._lowered_rows += len(rows)

@@ -1,0 +1,132 @@
+"""Bringing pages in: frames first, then one batch of copies; nothing is visible to kernels until it has landed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import numpy as np
+
+from pagedweight.runtime.frames import Arena, OutOfFrames, Owner, OwnerKind
+from pagedweight.runtime.pages import HostPages
+from pagedweight.runtime.table import PageTable
+from pagedweight.runtime.table_view import Transition
+from pagedweight.runtime.transfer import FrameCopy, Ticket, TransferEngine
+
+
+class _Load(NamedTuple):
+    rows: np.ndarray
+    bytes: int
+    ticket: Ticket
+
+
+class Loads:
+    """Rows on their way to a higher width."""
+
+    def __init__(self, table: PageTable, arena: Arena, host: HostPages, engine: TransferEngine) -> None:
+        self.loaded_bytes = 0
+        self.deferred_rows = 0
+        self.cancelled_rows = 0
+        self._table = table
+        self._arena = arena
+        self._host = host
+        self._engine = engine
+        self._started: list[_Load] = []
+        self._landed: list[np.ndarray] = []
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on their way in."""
+        return sum(load.bytes for load in self._started)
+
+    @property
+    def idle(self) -> bool:
+        return not (self._started or self._landed)
+
+    def start(self, raising: Sequence[Transition]) -> None:
+        """Allocate frames and copy in, one batch. Rows for which there is no room now are left as they are."""
+        runs = self._allocate(raising)
+        if not runs:
+            return
+        rows = np.array(list(runs), dtype=np.int64)
+        copies = [copy for row, run in runs.items() for copy in self._copies(row, run)]
+        with ExitStack() as on_error:
+            on_error.callback(self._give_up, rows)
+            ticket = self._engine.copy_in(copies)
+            on_error.pop_all()
+        self._started.append(_Load(rows, sum(copy.host.numel() for copy in copies), ticket))
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Note what has landed. A failed copy gives its rows' frames back, leaves them as they were, and raises."""
+        for load in list(self._started):
+            with ExitStack() as on_error:
+                on_error.callback(self._drop, load)
+                if wait:
+                    load.ticket.wait()
+                landed = load.ticket.done()
+                on_error.pop_all()
+            if landed:
+                self._started.remove(load)
+                self._landed.append(load.rows)
+                self.loaded_bytes += load.bytes
+
+    def take_landed(self) -> np.ndarray:
+        """int64 rows whose pages are in place and may be raised now; each is handed out once."""
+        rows = np.concatenate([np.empty(0, dtype=np.int64), *self._landed])
+        self._landed.clear()
+        return rows
+
+    def cancel(self) -> None:
+        """Give up every load: wait for its copies, then free their frames, which no kernel has seen."""
+        self.collect(wait=True)
+        rows = self.take_landed()
+        self.cancelled_rows += len(rows)
+        self._give_up(rows)
+
+    def _allocate(self, raising: Sequence[Transition]) -> dict[int, int]:
+        """Frames for as many rows as fit, in order; first frame of each row's new table, by row."""
+        rows, bits = np.array([(t.row, t.to_bits) for t in raising], dtype=np.int64).T
+        page_counts = bits - self._table.committed[rows]
+        plane_counts = page_counts * self._table.sizes.plane_frames[rows]
+        run_counts = self._table.table_frames(rows, bits)
+        fits = np.cumsum(plane_counts + run_counts) <= self._arena.free_frames
+        runs = [
+            self._run_or_none(row, count) if fit else None
+            for row, count, fit in zip(rows.tolist(), run_counts.tolist(), fits.tolist(), strict=True)
+        ]
+        kept = np.array([run is not None for run in runs])
+        rows, bits, plane_counts, page_counts = rows[kept], bits[kept], plane_counts[kept], page_counts[kept]
+        self.deferred_rows += len(raising) - len(rows)
+        if not len(rows):
+            return {}
+        owner = Owner(OwnerKind.PLANE, np.repeat(rows, plane_counts))
+        frames = np.split(self._arena.allocate(int(plane_counts.sum()), owner), np.cumsum(plane_counts)[:-1])
+        first_frames = dict(zip(rows.tolist(), [run for run in runs if run is not None], strict=True))
+        self._table.want(rows, bits)
+        for (row, run), pages, row_frames in zip(first_frames.items(), page_counts, frames, strict=True):
+            self._table.begin_move_in(row, row_frames.reshape(pages, -1), run)
+        return first_frames
+
+    def _run_or_none(self, row: int, count: int) -> int | None:
+        try:
+            return self._arena.allocate_run(count, Owner(OwnerKind.TABLE, row))
+        except OutOfFrames:
+            return None
+
+    def _copies(self, row: int, run: int) -> list[FrameCopy]:
+        committed, desired = int(self._table.committed[row]), int(self._table.desired[row])
+        table_frames = np.arange(run, run + self._table.table_frames(row, desired))
+        copies = [FrameCopy(table_frames, self._host.table(row, desired))]
+        for plane in range(committed, desired):
+            page = self._host.page(row, plane)
+            assert page is not None, (row, plane)
+            copies.append(FrameCopy(self._table.page_frames(row, plane), page))
+        return copies
+
+    def _drop(self, load: _Load) -> None:
+        self._started.remove(load)
+        self._give_up(load.rows)
+
+    def _give_up(self, rows: np.ndarray) -> None:
+        self._arena.free(self._table.end_move(rows, landed=False))

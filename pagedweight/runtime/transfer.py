@@ -1,0 +1,87 @@
+"""Copies between host memory and arena frames, and fences that say when forwards have finished.
+
+Every engine keeps one promise: a copy that has raised is settled, so nothing still reads or writes its frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from pagedweight.runtime.frames import Arena
+
+
+class FrameCopy(NamedTuple):
+    """frames: int64 ids, in the order of the bytes. host: uint8 (len(frames) * frame_bytes,)."""
+
+    frames: np.ndarray
+    host: torch.Tensor
+
+
+class Ticket(Protocol):
+    """Work that finishes later. Both methods raise what went wrong with it."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+class TransferEngine(Protocol):
+    def copy_in(self, copies: Sequence[FrameCopy]) -> Ticket:
+        """Host to frames, after everything launched so far that may still use those frames."""
+        ...
+
+    def copy_out(self, copies: Sequence[FrameCopy]) -> Ticket:
+        """Frames to host."""
+        ...
+
+    def fence(self) -> Ticket:
+        """Done when every forward launched so far has finished."""
+        ...
+
+    def write_now(self, copies: Sequence[FrameCopy]) -> None:
+        """Host to frames between the forwards launched so far and those launched next."""
+        ...
+
+    def close(self) -> None:
+        """Wait for everything in flight."""
+        ...
+
+
+class Finished:
+    """The ticket of work that is over already."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class ImmediateEngine:
+    """For the CPU, where a forward has finished when it returns: every copy is done at once."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._rows = arena.rows
+
+    def copy_in(self, copies: Sequence[FrameCopy]) -> Ticket:
+        self.write_now(copies)
+        return Finished()
+
+    def copy_out(self, copies: Sequence[FrameCopy]) -> Ticket:
+        for frames, host in copies:
+            host.view(len(frames), -1).copy_(self._rows[torch.from_numpy(frames)])
+        return Finished()
+
+    def fence(self) -> Ticket:
+        return Finished()
+
+    def write_now(self, copies: Sequence[FrameCopy]) -> None:
+        for frames, host in copies:
+            self._rows.index_copy_(0, torch.from_numpy(frames), host.view(len(frames), -1))
+
+    def close(self) -> None:
+        return None

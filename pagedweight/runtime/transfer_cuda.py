@@ -1,0 +1,146 @@
+"""The copy engine on CUDA: a copy stream beside the compute stream, ordered by events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import torch
+
+from pagedweight.runtime.frames import Arena
+from pagedweight.runtime.transfer import FrameCopy, Ticket
+
+# A page in runs at least this long is copied run by run; below it, launches would cost more than the bytes.
+_DIRECT_RUN_BYTES = 128 * 2**10
+_STAGING_BYTES = 32 * 2**20
+
+
+class _EventTicket:
+    """An event on a stream; keeps what the copies read alive until it has passed."""
+
+    def __init__(self, stream: torch.cuda.Stream, keep: Iterable[torch.Tensor] = ()) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
+        self._keep = tuple(keep)
+
+    def done(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class CudaEngine:
+    """A copy stream beside the compute stream (the caller's current stream); nothing here waits for the device.
+
+    Pages in long runs of frames are copied straight. Scattered ones pass through a staging buffer on the device, so
+    that the bus sees one copy per page and one kernel spreads the frames.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._device = arena.memory.device
+        self._copy_stream = torch.cuda.Stream(self._device)
+        self._staging_frames = max(1, _STAGING_BYTES // arena.frame_bytes)
+        self._staging: torch.Tensor | None = None
+
+    def copy_in(self, copies: Sequence[FrameCopy]) -> Ticket:
+        self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
+        keep = [_page_locked(host) for _, host in copies]
+        sources = [FrameCopy(frames, host) for (frames, _), host in zip(copies, keep, strict=True)]
+        with _settled(self._copy_stream), torch.cuda.stream(self._copy_stream):
+            for copy in sources:
+                if self._is_direct(copy):
+                    self._copy_runs(copy)
+            for batch in self._batches(copy for copy in sources if not self._is_direct(copy)):
+                self._scatter(batch)
+            return _EventTicket(self._copy_stream, keep)
+
+    def copy_out(self, copies: Sequence[FrameCopy]) -> Ticket:
+        self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
+        with _settled(self._copy_stream), torch.cuda.stream(self._copy_stream):
+            for batch in self._batches(copies):
+                gathered = self._staged(batch)
+                torch.index_select(self._arena.rows, 0, self._indices(batch), out=gathered)
+                start = 0
+                for frames, host in batch:
+                    part = gathered[start : start + len(frames)]
+                    host.view(part.shape).copy_(part, non_blocking=True)
+                    start += len(frames)
+            return _EventTicket(self._copy_stream, (host for _, host in copies))
+
+    def fence(self) -> Ticket:
+        return _EventTicket(torch.cuda.current_stream(self._device))
+
+    def write_now(self, copies: Sequence[FrameCopy]) -> None:
+        for frames, host in copies:
+            self._copy_runs(FrameCopy(frames, _page_locked(host)))
+
+    def close(self) -> None:
+        self._copy_stream.synchronize()
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def _is_direct(self, copy: FrameCopy) -> bool:
+        runs = len(_runs(copy.frames))
+        return runs == 1 or copy.host.numel() >= runs * _DIRECT_RUN_BYTES or len(copy.frames) > self._staging_frames
+
+    def _copy_runs(self, copy: FrameCopy) -> None:
+        """One copy per run of frames, on the current stream."""
+        host = copy.host.view(len(copy.frames), -1)
+        for start, stop in _runs(copy.frames):
+            first = int(copy.frames[start])
+            self._arena.rows[first : first + stop - start].copy_(host[start:stop], non_blocking=True)
+
+    def _scatter(self, batch: list[FrameCopy]) -> None:
+        staged, start = self._staged(batch), 0
+        for frames, host in batch:
+            part = staged[start : start + len(frames)]
+            part.copy_(host.view(part.shape), non_blocking=True)
+            start += len(frames)
+        self._arena.rows.index_copy_(0, self._indices(batch), staged)
+
+    def _batches(self, copies: Iterable[FrameCopy]) -> Iterable[list[FrameCopy]]:
+        """Copies in groups that fit the staging buffer; one larger than it is a group of its own."""
+        batch: list[FrameCopy] = []
+        frames = 0
+        for copy in copies:
+            if batch and frames + len(copy.frames) > self._staging_frames:
+                yield batch
+                batch, frames = [], 0
+            batch.append(copy)
+            frames += len(copy.frames)
+        if batch:
+            yield batch
+
+    def _staged(self, batch: list[FrameCopy]) -> torch.Tensor:
+        """(frames of the batch, frame_bytes) of staging; the copy stream's order makes its reuse safe."""
+        frames = sum(len(copy.frames) for copy in batch)
+        if self._staging is None or len(self._staging) < frames:
+            shape = (max(frames, self._staging_frames), self._arena.frame_bytes)
+            self._staging = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        return self._staging[:frames]
+
+    def _indices(self, batch: list[FrameCopy]) -> torch.Tensor:
+        ids = torch.from_numpy(np.concatenate([copy.frames for copy in batch]))
+        return ids.pin_memory().to(self._device, non_blocking=True)
+
+
+@contextmanager
+def _settled(stream: torch.cuda.Stream) -> Iterator[None]:
+    """A failure half way through leaves copies running; they end before anyone may reuse the frames."""
+    with ExitStack() as on_error:
+        on_error.callback(stream.synchronize)
+        yield
+        on_error.pop_all()
+
+
+def _page_locked(host: torch.Tensor) -> torch.Tensor:
+    """The bytes in page-locked memory, so that the copy does not make the host wait for the device."""
+    return host if host.is_pinned() else host.pin_memory()
+
+
+def _runs(frames: np.ndarray) -> list[tuple[int, int]]:
+    """[start, stop) positions of the stretches of consecutive ids."""
+    cuts = np.flatnonzero(np.diff(frames) != 1) + 1
+    return list(zip([0, *cuts.tolist()], [*cuts.tolist(), len(frames)], strict=True))

@@ -1,0 +1,205 @@
+"""A tiny model's worth of random pages, and a transfer engine that does nothing until a test turns its crank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pagedweight.layout import BlockTables, Layout, MoeLayer
+from pagedweight.policy import Policy
+from pagedweight.runtime.config import RuntimeConfig
+from pagedweight.runtime.controller import Runtime
+from pagedweight.runtime.frames import Arena
+from pagedweight.runtime.kv import ArenaGauge, KVGauge
+from pagedweight.runtime.pages import HostPages, PageSizes
+from pagedweight.runtime.table import PageTable
+from pagedweight.runtime.transfer import FrameCopy, ImmediateEngine, TransferEngine
+
+FRAME_BYTES = 128
+
+
+class TinyModel(NamedTuple):
+    """pages and tables are the truth that tests compare with; the host's copies may be forgotten."""
+
+    layout: Layout
+    sizes: PageSizes
+    host: HostPages
+    pages: dict[tuple[int, int], torch.Tensor]
+    tables: dict[tuple[int, int], torch.Tensor]
+
+    def resident_frames(self, bits: int) -> int:
+        """Frames of every row at one width."""
+        return int(self.sizes.resident_bytes()[:, self.layout.widths.index(bits)].sum()) // FRAME_BYTES
+
+
+def tiny_model(
+    experts: tuple[int, ...] = (3, 2), widths: tuple[int, ...] = (2, 3, 4, 6), host_pages: type[HostPages] = HostPages
+) -> TinyModel:
+    """Layers of different sizes, so that rows differ in frames; the model's own layer numbers have gaps."""
+    layers = tuple(MoeLayer(3 * at + 1, count, 8 + 8 * at, 4 + 8 * at) for at, count in enumerate(experts))
+    layout = Layout(layers, widths, dict.fromkeys(widths, "lut16"))
+    plane_frames = np.array([1 + (n * k) // 128 for n, k in layout.row_shapes()])
+    sizes = PageSizes.of(layout, plane_frames, FRAME_BYTES)
+    host, pages, tables = host_pages(sizes), {}, {}
+    generator = torch.Generator().manual_seed(7)
+    for row, (n, _) in enumerate(layout.row_shapes()):
+        for plane in range(layout.parent_width):
+            pages[row, plane] = _random_bytes(plane_frames[row] * FRAME_BYTES, generator)
+            host.store(row, plane, pages[row, plane])
+        for width in widths:
+            tables[row, width] = _random_bytes(n * 2 * 2**width, generator)
+            host.store_table(row, width, tables[row, width])
+    return TinyModel(layout, sizes, host, pages, tables)
+
+
+def random_policy(layout: Layout, seed: int = 0) -> Policy:
+    """Damage that falls with width, different for every row."""
+    rng = np.random.default_rng(seed)
+    s_bar = rng.uniform(0.5, 2.0, (layout.rows, 1)) * 4.0 ** -np.array(layout.widths)
+    return Policy.from_sensitivity(layout, s_bar, np.ones(layout.rows))
+
+
+def tiny_runtime(
+    model: TinyModel,
+    frames: int,
+    config: RuntimeConfig | None = None,
+    *,
+    gauge: KVGauge | None = None,
+    engine: type[TransferEngine] = ImmediateEngine,
+    block_frames: int = 4,
+) -> Runtime:
+    """A runtime over an arena of so many frames; its KV blocks are counted there unless a gauge is given."""
+    arena = Arena(frames * FRAME_BYTES, FRAME_BYTES)
+    arena.memory.fill_(0xA5)
+    return Runtime(
+        model.layout,
+        model.host,
+        arena,
+        random_policy(model.layout),
+        config or RuntimeConfig(offload_free_blocks=2, reload_free_blocks=6, min_dwell_steps=2),
+        engine(arena),
+        gauge or ArenaGauge(arena, block_frames),
+    )
+
+
+def assert_published(model: TinyModel, tables: BlockTables, arena: Arena) -> None:
+    """What a kernel that starts now would read is the right page and the right table, for every row."""
+    memory, base = arena.memory.numpy(), arena.memory.data_ptr()
+    rows = memory.reshape(-1, FRAME_BYTES)
+    frames = (tables.frame_address.numpy() - base) // FRAME_BYTES
+    for row, bits in enumerate(tables.bits.tolist()):
+        if not bits:
+            continue
+        start, table = int(tables.table_address[row]) - base, model.tables[row, bits].numpy()
+        assert start >= 0
+        assert np.array_equal(memory[start : start + len(table)], table), (row, bits)
+        for plane in range(bits):
+            used = frames[row, plane, : model.sizes.plane_frames[row]]
+            assert (used >= 0).all(), (row, plane)
+            assert np.array_equal(rows[used].ravel(), model.pages[row, plane].numpy()), (row, plane, bits)
+
+
+class TransferFault(RuntimeError):
+    """What a failed copy raises here."""
+
+
+class CrankedTicket:
+    """Unfinished until the engine is turned; waiting turns it."""
+
+    def __init__(self, engine: CrankedEngine, copies: Sequence[FrameCopy], inwards: bool) -> None:
+        self._engine = engine
+        self._copies = copies
+        self._inwards = inwards
+        self._launched = len(engine.forwards)
+        self.finished = False
+        self.failed = False
+
+    def done(self) -> bool:
+        if self.failed:
+            raise TransferFault("the copy failed")
+        return self.finished
+
+    def wait(self) -> None:
+        if not self.finished:
+            self.turn()
+        self.done()
+
+    def turn(self, *, fail: bool = False) -> None:
+        """Finish: forwards launched before end first, then bytes move. A failure leaves them half moved."""
+        self._engine.finish_forwards(self._launched)
+        for copy in self._copies[: len(self._copies) // 2 if fail else None]:
+            self._engine.move(copy, self._inwards)
+        self.finished, self.failed = True, fail
+        self._engine.pending.remove(self)
+
+
+class CrankedEngine:
+    """Copies and fences finish one by one, in the order a test likes; forwards read when a fence says they end.
+
+    forwards: device tables as they were at each launch, None once that forward has read what it needs.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self.model: TinyModel | None = None
+        self.pending: list[CrankedTicket] = []
+        self.forwards: list[BlockTables | None] = []
+        self.fail_next_write = False
+        self._arena = arena
+
+    def copy_in(self, copies: Sequence[FrameCopy]) -> CrankedTicket:
+        return self._ticket(copies, inwards=True)
+
+    def copy_out(self, copies: Sequence[FrameCopy]) -> CrankedTicket:
+        return self._ticket(copies, inwards=False)
+
+    def fence(self) -> CrankedTicket:
+        return self._ticket((), inwards=True)
+
+    def write_now(self, copies: Sequence[FrameCopy]) -> None:
+        # In stream order a forward reads a slot before it is overwritten.
+        self.finish_forwards(len(self.forwards))
+        for copy in copies:
+            self.move(copy, inwards=True)
+            if self.fail_next_write:
+                self.fail_next_write = False
+                raise TransferFault("the table write failed")
+
+    def close(self) -> None:
+        while self.pending:
+            self.pending[0].turn()
+
+    def launch_forward(self, tables: BlockTables) -> None:
+        self.forwards.append(BlockTables(*(t.clone() for t in tables[:3]), tables.memory))
+
+    def finish_forwards(self, count: int) -> None:
+        """The first `count` forwards end: whatever they were promised must still be there."""
+        for at, tables in enumerate(self.forwards[:count]):
+            if tables is not None:
+                assert_published(self.model, tables, self._arena)
+                self.forwards[at] = None
+
+    def move(self, copy: FrameCopy, inwards: bool) -> None:
+        rows, frames = self._arena.rows, torch.from_numpy(copy.frames)
+        if inwards:
+            rows.index_copy_(0, frames, copy.host.view(len(frames), -1))
+        else:
+            copy.host.view(len(frames), -1).copy_(rows[frames])
+
+    def _ticket(self, copies: Sequence[FrameCopy], inwards: bool) -> CrankedTicket:
+        self.pending.append(CrankedTicket(self, list(copies), inwards))
+        return self.pending[-1]
+
+
+def everything_at(table: PageTable) -> dict[str, int]:
+    """Bytes by owner that the page table accounts for, when nothing is in flight."""
+    rows = np.arange(len(table.committed))
+    planes = int((table.sizes.plane_frames * table.committed).sum())
+    held = int(table.snapshot().bytes[rows, table.width_index(table.committed)].sum())
+    return {"plane": planes * FRAME_BYTES, "table": held - planes * FRAME_BYTES}
+
+
+def _random_bytes(count: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, 256, (int(count),), dtype=torch.uint8, generator=generator)
