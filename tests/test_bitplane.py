@@ -80,6 +80,25 @@ def test_a_stack_packs_as_its_members_do() -> None:
     assert torch.equal(unpack_codes(stack, 44, 4), codes >> 2)
 
 
+def test_case_3_a_block_cut_for_two_ranks_dequantizes_to_the_uncut_one() -> None:
+    """An N split takes the rows of planes and tables; a K split repacks its columns and keeps every table."""
+    for rows, columns in ((192, 64), (64, 96)):
+        codes = torch.randint(0, 64, (rows, columns), dtype=torch.uint8)
+        tables = {bits: torch.randn(rows, 1 << bits).half() for bits in (2, 3, 4, 5, 6)}
+        whole = PackedBlock(pack_codes(codes, 6), tables, columns)
+        by_rows = [
+            PackedBlock(whole.planes[:, part], {bits: table[part] for bits, table in tables.items()}, columns)
+            for part in (slice(0, rows // 2), slice(rows // 2, rows))
+        ]
+        by_columns = [
+            PackedBlock(pack_codes(unpack_codes(whole.planes, columns, 6)[:, part], 6), tables, columns // 2)
+            for part in (slice(0, columns // 2), slice(columns // 2, columns))
+        ]
+        for bits in tables:
+            assert torch.equal(torch.cat([dequantize(part, bits) for part in by_rows]), dequantize(whole, bits))
+            assert torch.equal(torch.cat([dequantize(part, bits) for part in by_columns], 1), dequantize(whole, bits))
+
+
 def test_each_codebook_is_its_formula() -> None:
     lut8 = torch.tensor([[0, 64, 65, 127]], dtype=torch.uint8)
     lut8 = torch.cat([lut8, torch.tensor([[0.5]]).view(torch.uint8)], dim=1)

@@ -1,0 +1,237 @@
+"""The page files of a checkpoint: written in row order and finished atomically, read page by page.
+
+A checkpoint's folder holds `pagedweight/metadata.json` and the shards it lists. Up to `finish` the same document is
+`partial.json`, which does not load and from which a killed run goes on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pagedweight.checkpoint_format import (
+    SHARD_NAME,
+    CheckpointError,
+    Shard,
+    Specs,
+    block_specs,
+    block_tensors,
+    differences,
+    dump,
+    file_sha256,
+    join_table,
+    parse,
+    read_header,
+    specs_of,
+    table_parts,
+)
+from pagedweight.layout import BlockId, Layout, PackedBlock
+
+__all__ = ["Checkpoint", "CheckpointError", "CheckpointWriter"]
+
+FOLDER, METADATA, PARTIAL = "pagedweight", "metadata.json", "partial.json"
+SHARD_BYTES = 1 << 30
+
+
+def _sync_and_rename(source: Path, target: Path) -> None:
+    with open(source, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(source, target)
+
+
+class CheckpointWriter:
+    """Writes a checkpoint's linear-blocks in row order, holding one shard's tensors at a time.
+
+    A new writer removes what an earlier one left in `directory / "pagedweight"`; with `resume` it keeps the shards of
+    an unfinished run over the same layout, and `next_row` says where to go on.
+    """
+
+    def __init__(
+        self, directory: str | Path, layout: Layout, *, shard_bytes: int = SHARD_BYTES, resume: bool = False
+    ) -> None:
+        self._folder = Path(directory) / FOLDER
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._layout = layout
+        self._blocks = list(layout.blocks())
+        self._shapes = layout.row_shapes()
+        self._shard_bytes = shard_bytes
+        self._shards = self._unfinished() if resume else []
+        self._pending: dict[str, Tensor] = {}
+        self._pending_rows = self._pending_bytes = 0
+        self._written_rows = sum(shard.rows for shard in self._shards)
+        self._clean()
+
+    @property
+    def next_row(self) -> int:
+        """The layout row that `add` expects next."""
+        return self._written_rows + self._pending_rows
+
+    def add(self, block: BlockId, packed: PackedBlock) -> None:
+        """Take the next linear-block. ValueError when it is not the next one or does not fit the layout."""
+        row = self.next_row
+        if row == len(self._blocks) or block != self._blocks[row]:
+            wanted = self._blocks[row] if row < len(self._blocks) else "none, all are written"
+            raise ValueError(f"got {block}; the next linear-block in row order is {wanted}")
+        missing = set(self._layout.widths) - packed.tables.keys()
+        if missing:
+            raise ValueError(f"{block} has no table of {sorted(missing)} bits; quantize it at {self._layout.widths}")
+        tensors = block_tensors(self._layout, block, packed)
+        wrong = differences(specs_of(tensors), block_specs(self._layout, block, self._shapes[row]))
+        if wrong or packed.columns != self._shapes[row][1]:
+            raise ValueError(f"{block} does not fit the layout: {wrong or f'it has {packed.columns} columns'}")
+        self._pending.update(tensors)
+        self._pending_rows += 1
+        self._pending_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        if self._pending_bytes >= self._shard_bytes:
+            self._flush()
+
+    def finish(self) -> None:
+        """Make the checkpoint loadable. ValueError when linear-blocks are missing."""
+        if self.next_row < len(self._blocks):
+            raise ValueError(
+                f"{self.next_row} of {len(self._blocks)} linear-blocks are written; add the rest before finish()"
+            )
+        if self._pending:
+            self._flush()
+        os.replace(self._folder / PARTIAL, self._folder / METADATA)
+
+    def _flush(self) -> None:
+        name = f"pages-{len(self._shards) + 1:05d}.safetensors"
+        unfinished = self._folder / f"{name}.tmp"
+        save_file(self._pending, unfinished)
+        size = unfinished.stat().st_size
+        _, header_sha256 = read_header(unfinished, size)
+        shard = Shard(name, self._written_rows, self._pending_rows, size, header_sha256, file_sha256(unfinished))
+        _sync_and_rename(unfinished, self._folder / name)
+        self._shards.append(shard)
+        self._written_rows += self._pending_rows
+        self._pending, self._pending_rows, self._pending_bytes = {}, 0, 0
+        document = self._folder / f"{PARTIAL}.tmp"
+        document.write_text(dump(self._layout, self._shards), encoding="utf-8")
+        _sync_and_rename(document, self._folder / PARTIAL)
+
+    def _unfinished(self) -> list[Shard]:
+        if not (self._folder / PARTIAL).exists():
+            return []
+        layout, shards = parse(self._folder / PARTIAL)
+        same = dump(layout, []) == dump(self._layout, [])
+        whole = all(
+            (self._folder / shard.file).is_file() and file_sha256(self._folder / shard.file) == shard.sha256
+            for shard in shards
+        )
+        return shards if same and whole else []
+
+    def _clean(self) -> None:
+        kept = {shard.file for shard in self._shards} | ({PARTIAL} if self._shards else set())
+        for path in sorted(self._folder.iterdir()):
+            name = path.name.removesuffix(".tmp")
+            ours = name in (METADATA, PARTIAL) or SHARD_NAME.fullmatch(name)
+            if ours and path.name not in kept:
+                path.unlink()
+
+
+class Checkpoint:
+    """An open checkpoint: the layout, and pages read from the shards when asked for.
+
+    `open` checks the metadata, every file's size, header and tensor names; `verify` also reads and hashes every byte.
+    """
+
+    def __init__(self, folder: Path, layout: Layout, shards: list[Shard]) -> None:
+        self.layout = layout
+        self._folder = folder
+        self._shards = shards
+        self._shapes = layout.row_shapes()
+        self._files: dict[str, Any] = {}
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Checkpoint:
+        """The checkpoint in `directory`; CheckpointError when it is missing, unfinished or damaged."""
+        folder = Path(directory) / FOLDER
+        if not (folder / METADATA).is_file():
+            unfinished = " (a run was not finished)" if (folder / PARTIAL).is_file() else ""
+            raise CheckpointError(f"{folder} has no {METADATA}{unfinished}; quantize the model into {directory} first")
+        checkpoint = cls(folder, *parse(folder / METADATA))
+        checkpoint._check_headers()
+        return checkpoint
+
+    def plane(self, block: BlockId, plane: int) -> Tensor:
+        """One page, (N, ceil(K / 32)) int32 that holds uint32 words; plane 0 is the most significant bit."""
+        return self._tensor(block, f"plane{plane}").view(torch.int32)
+
+    def planes(self, block: BlockId) -> Tensor:
+        """All pages of a linear-block, (P, N, ceil(K / 32)) int32."""
+        return torch.stack([self.plane(block, plane) for plane in range(self.layout.parent_width)])
+
+    def table(self, block: BlockId, bits: int) -> Tensor:
+        """The table of one width in the form of `pagedweight.bitplane.table_values`."""
+        return join_table([self._tensor(block, suffix) for suffix in table_parts(self.layout.codebooks[bits], bits)])
+
+    def block(self, block: BlockId) -> PackedBlock:
+        """A whole linear-block."""
+        columns = self._shapes[self.layout.row(block)][1]
+        return PackedBlock(self.planes(block), {bits: self.table(block, bits) for bits in self.layout.widths}, columns)
+
+    def verify(self) -> None:
+        """Read every byte and compare checksums; CheckpointError names the first shard that differs."""
+        for shard in self._shards:
+            if file_sha256(self._folder / shard.file) != shard.sha256:
+                raise CheckpointError(f"{self._folder / shard.file} is damaged: its checksum differs; copy it again")
+
+    def _tensor(self, block: BlockId, suffix: str) -> Tensor:
+        row = self.layout.row(block)
+        shard = next(shard for shard in self._shards if row < shard.first_row + shard.rows)
+        path = self._folder / shard.file
+        try:
+            if shard.file not in self._files:
+                self._files[shard.file] = safe_open(path, framework="pt")
+            return self._files[shard.file].get_tensor(f"{block}.{suffix}")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{block}.{suffix} cannot be read from {path}: {error}") from error
+
+    def _wanted(self) -> Iterator[tuple[Shard, Specs]]:
+        blocks = list(self.layout.blocks())
+        for shard in self._shards:
+            rows = range(shard.first_row, shard.first_row + shard.rows)
+            specs: Specs = {}
+            for row in rows:
+                specs.update(block_specs(self.layout, blocks[row], self._shapes[row]))
+            yield shard, specs
+
+    def _check_headers(self) -> None:
+        edges = [0, *(shard.first_row + shard.rows for shard in self._shards)]
+        if [shard.first_row for shard in self._shards] != edges[:-1] or edges[-1] != self.layout.rows:
+            raise CheckpointError(f"{self._folder / METADATA} is damaged: its shards do not cover every linear-block")
+        got: dict[str, Specs] = {}
+        wanted: dict[str, Specs] = {}
+        digests: dict[str, str] = {}
+        for shard, specs in self._wanted():
+            wanted[shard.file] = specs
+            got[shard.file], digests[shard.file] = read_header(self._folder / shard.file, shard.bytes)
+        self._check_names(got, wanted)
+        for shard in self._shards:
+            size = (self._folder / shard.file).stat().st_size
+            if size != shard.bytes:
+                raise CheckpointError(
+                    f"{self._folder / shard.file} has {size} bytes and should have {shard.bytes}; copy it again"
+                )
+            if digests[shard.file] != shard.header_sha256:
+                raise CheckpointError(f"the header of {self._folder / shard.file} is damaged; copy the file again")
+
+    def _check_names(self, got: dict[str, Specs], wanted: dict[str, Specs]) -> None:
+        for file, specs in got.items():
+            owner = next((other for other in wanted if specs.keys() == wanted[other].keys()), file)
+            if owner != file:
+                raise CheckpointError(f"{self._folder / file} holds the tensors of {owner}; the files were swapped")
+        problems = differences(
+            {name: spec for specs in got.values() for name, spec in specs.items()},
+            {name: spec for specs in wanted.values() for name, spec in specs.items()},
+        )
+        if problems:
+            raise CheckpointError(f"the shards in {self._folder} do not hold the layout's tensors: {problems}")

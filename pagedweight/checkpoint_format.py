@@ -1,0 +1,191 @@
+"""What the files of a checkpoint hold: names, dtypes and shapes of tensors, shard headers, and the metadata document.
+
+docs/format.md is the definition.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import warnings
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedweight.bitplane import plane_words
+from pagedweight.layout import BlockId, Layout, MoeLayer, PackedBlock
+
+FORMAT_VERSION = 1
+SHARD_NAME = re.compile(r"pages-\d{5}\.safetensors")
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+DTYPES = {torch.uint32: "U32", torch.float16: "F16", torch.uint8: "U8", torch.float32: "F32"}
+LIST_LIMIT = 20  # problems named in one message
+
+Specs = dict[str, tuple[str, tuple[int, ...]]]  # tensor name -> (safetensors dtype, shape)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, unfinished, damaged or of another version; the message says which file and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file of whole linear-blocks: rows first_row .. first_row + rows of the layout.
+
+    header_sha256 covers the length field and the header, sha256 the whole file.
+    """
+
+    file: str
+    first_row: int
+    rows: int
+    bytes: int
+    header_sha256: str
+    sha256: str
+
+    def __post_init__(self) -> None:
+        if not SHARD_NAME.fullmatch(self.file):  # a bare name: no path leaves the folder
+            raise ValueError(f"a shard is named {self.file!r}; shards are named pages-00001.safetensors and so on")
+        if self.rows < 1:
+            raise ValueError(f"{self.file} has {self.rows} linear-blocks; a shard has at least one")
+
+
+def table_parts(codebook: str, bits: int) -> Specs:
+    """The tensors of one table: suffix -> (dtype, shape after N)."""
+    parts: dict[str, Specs] = {
+        "lut16": {f"lut{bits}": ("F16", (1 << bits,))},
+        "lut8": {f"lut{bits}": ("U8", (1 << bits,)), f"scale{bits}": ("F32", ())},
+        "cubic": {f"coef{bits}": ("F16", (4,))},
+        "affine": {f"scale{bits}": ("F32", (2,))},
+    }
+    return parts[codebook]
+
+
+def block_specs(layout: Layout, block: BlockId, shape: tuple[int, int]) -> Specs:
+    """Every tensor that a linear-block has in its file."""
+    rows, columns = shape
+    specs: Specs = {f"{block}.plane{p}": ("U32", (rows, plane_words(columns))) for p in range(layout.parent_width)}
+    for bits in layout.widths:
+        for suffix, (dtype, rest) in table_parts(layout.codebooks[bits], bits).items():
+            specs[f"{block}.{suffix}"] = (dtype, (rows, *rest))
+    return specs
+
+
+def block_tensors(layout: Layout, block: BlockId, packed: PackedBlock) -> dict[str, Tensor]:
+    """A linear-block's tensors as they go into its file, on the CPU and independent of the block's own memory."""
+    tensors = {f"{block}.plane{p}": plane.view(torch.uint32) for p, plane in enumerate(packed.planes.contiguous())}
+    for bits in layout.widths:
+        suffixes = table_parts(layout.codebooks[bits], bits)
+        parts = _split_table(packed.tables[bits]) if len(suffixes) > 1 else [packed.tables[bits]]
+        tensors.update({f"{block}.{suffix}": part for suffix, part in zip(suffixes, parts, strict=True)})
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
+def _split_table(table: Tensor) -> list[Tensor]:
+    """Bytes and row scales of a lut8 table."""
+    return [table[:, :-4], table[:, -4:].contiguous().view(torch.float32).squeeze(1)]
+
+
+def join_table(parts: list[Tensor]) -> Tensor:
+    """A table in the form of `pagedweight.bitplane.table_values` from the tensors of its file."""
+    if len(parts) == 1:
+        return parts[0]
+    octets, scale = parts
+    return torch.cat([octets, scale.unsqueeze(1).view(torch.uint8)], dim=1)
+
+
+def specs_of(tensors: dict[str, Tensor]) -> Specs:
+    """What a file that holds these tensors says of them."""
+    return {
+        name: (DTYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)) for name, tensor in tensors.items()
+    }
+
+
+def dump(layout: Layout, shards: list[Shard]) -> str:
+    """The metadata document."""
+    document = {
+        "format": "pagedweight",
+        "version": FORMAT_VERSION,
+        "widths": list(layout.widths),
+        "codebooks": {str(bits): layout.codebooks[bits] for bits in layout.widths},
+        "layers": [asdict(layer) for layer in layout.moe_layers],
+        "shards": [asdict(shard) for shard in shards],
+    }
+    return json.dumps(document, indent=1) + "\n"
+
+
+def parse(path: Path) -> tuple[Layout, list[Shard]]:
+    """Read a metadata document; CheckpointError when it is damaged or of another version, a warning on new fields."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document["format"] != "pagedweight" or document["version"] != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{path} is {document['format']} version {document['version']}; "
+                f"this release reads pagedweight version {FORMAT_VERSION}"
+            )
+        codebooks = {int(bits): name for bits, name in document["codebooks"].items()}
+        layers = tuple(MoeLayer(**_known(MoeLayer, layer, path)) for layer in document["layers"])
+        shards = [Shard(**_known(Shard, shard, path)) for shard in document["shards"]]
+        layout = Layout(layers, tuple(document["widths"]), codebooks)
+    except CheckpointError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    _warn_of_unknown(set(document) - {"format", "version", "widths", "codebooks", "layers", "shards"}, path)
+    return layout, shards
+
+
+def _known(kind: type, record: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The fields of a record that this release knows; each must have the type the dataclass says."""
+    known = {field.name: field.type for field in fields(kind)}
+    _warn_of_unknown(record.keys() - known.keys(), path)
+    for name in record.keys() & known.keys():
+        if type(record[name]).__name__ != known[name]:
+            raise TypeError(f"{name} is {record[name]!r}; wanted {known[name]}")
+    return {name: value for name, value in record.items() if name in known}
+
+
+def _warn_of_unknown(names: set[str], path: Path) -> None:
+    if names:
+        warnings.warn(f"{path} has fields this release does not know: {', '.join(sorted(names))}", stacklevel=4)
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_header(path: Path, expected_bytes: int) -> tuple[Specs, str]:
+    """A shard's tensors as its header names them, and the header's SHA-256."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; it should have {expected_bytes} bytes")
+    size = path.stat().st_size
+    unreadable = f"the header of {path} cannot be read; the file has {size} bytes and should have {expected_bytes}"
+    with open(path, "rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(unreadable)
+        header = file.read(length)
+    try:
+        entries = json.loads(header)
+        specs = {name: (e["dtype"], tuple(e["shape"])) for name, e in entries.items() if name != "__metadata__"}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(unreadable) from error
+    return specs, hashlib.sha256(prefix + header).hexdigest()
+
+
+def differences(got: Specs, wanted: Specs) -> str:
+    """What is wrong about a set of tensors in words; empty when nothing is."""
+    problems = [f"missing {name}" for name in wanted.keys() - got.keys()]
+    problems += [f"unexpected {name}" for name in got.keys() - wanted.keys()]
+    problems += [
+        f"{name} is {got[name][0]} {list(got[name][1])}, not {wanted[name][0]} {list(wanted[name][1])}"
+        for name in got.keys() & wanted.keys()
+        if got[name] != wanted[name]
+    ]
+    more = len(problems) - LIST_LIMIT
+    return "; ".join(sorted(problems)[:LIST_LIMIT]) + (f"; and {more} more" if more > 0 else "")
