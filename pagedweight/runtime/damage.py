@@ -11,8 +11,8 @@ def global_damage(sensitivity_from: np.ndarray, sensitivity_to: np.ndarray) -> n
 
 
 def log_residual(weights: np.ndarray, bias: np.ndarray, features: np.ndarray) -> np.ndarray:
-    """rho-hat, the head's prediction for phi, Eq. (5). weights, features: (..., 3); bias: (...)."""
-    return np.einsum("...f,...f->...", weights, features) + bias
+    """rho-hat, the residual head's prediction from phi, Eq. (5). weights, features: (3, ...); bias: (...)."""
+    return weights[0] * features[0] + weights[1] * features[1] + weights[2] * features[2] + bias
 
 
 def residual_factor(
@@ -23,7 +23,7 @@ def residual_factor(
 
 
 def predicted_damage(
-    global_damage: np.ndarray, multiplier: np.ndarray, residual_factor: np.ndarray, epsilon: float
+    global_damage: np.ndarray, multiplier: np.ndarray, residual_factor: np.ndarray | float, epsilon: float
 ) -> np.ndarray:
     """d-hat, what the greedy weighs against bytes, Eq. (8); never below epsilon."""
     return np.maximum(epsilon, multiplier * global_damage * residual_factor)

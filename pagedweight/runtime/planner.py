@@ -20,7 +20,7 @@ from pagedweight.runtime.planner_queue import (
     transitions,
 )
 from pagedweight.runtime.planner_raising import plan_raise
-from pagedweight.runtime.planner_scores import canonical, lowest_index, score_actions
+from pagedweight.runtime.planner_scores import canonical, committed_index, lowest_index, score_actions
 from pagedweight.runtime.planner_stages import largest_release, plans_for_targets
 from pagedweight.runtime.table_view import TableSnapshot
 
@@ -38,7 +38,9 @@ def plan_step(table: TableSnapshot, observation: Observation, policy: Policy, qu
     target = release_target_bytes(table, observation)
     scores = score_actions(table, observation, policy)
     loosest = lowest_index(scores, table, observation, policy, -1, -1)
-    targets = ladder(observation.kv.block_bytes, largest_release(scores, loosest)) + [target] * (target > 0)
+    targets = ladder(observation.kv.block_bytes, largest_release(scores, loosest))
+    if target:
+        targets.append(target)
     fresh, best = plans_for_targets(table, observation, policy, scores, targets, target, queue.step)
     queue = refresh_plan_queue(queue, fresh, scores)
     if target == 0 or best is None:
@@ -65,8 +67,7 @@ def release_target_bytes(table: TableSnapshot, observation: Observation) -> int:
 
 def held_bytes(table: TableSnapshot) -> int:
     """Bytes of every row at its committed width."""
-    index = np.searchsorted(table.widths, table.committed)
-    return int(table.bytes[np.arange(len(index)), index].sum())
+    return int(table.bytes[np.arange(len(table.committed)), committed_index(table)].sum())
 
 
 def initial_bits(

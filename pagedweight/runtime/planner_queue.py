@@ -8,7 +8,8 @@ import numpy as np
 
 from pagedweight.policy import Policy
 from pagedweight.runtime.observe import Observation
-from pagedweight.runtime.planner_greedy import Change, Steps
+from pagedweight.runtime.planner_cover import Change
+from pagedweight.runtime.planner_greedy import Steps
 from pagedweight.runtime.planner_scores import Scores, lowest_index
 from pagedweight.runtime.table_view import TableSnapshot, Transition
 
@@ -58,8 +59,7 @@ class QueuedPlan(NamedTuple):
     def reached(self) -> np.ndarray:
         """(R,) width index of every row after the plan."""
         index = self.steps.reached(self.start, self.change.count)
-        if self.change.row >= 0:
-            index[self.change.row] = self.change.to
+        index[list(self.change.rows)] = self.change.to
         return index
 
 
@@ -127,10 +127,8 @@ def reprice(
 def _still_starts_here(plan: QueuedPlan, scores: Scores) -> bool:
     if plan.start.shape != scores.committed.shape:
         return False
-    moved = np.unique(plan.steps.row[: plan.change.count])
-    if plan.change.row >= 0:
-        moved = np.append(moved, plan.change.row)
-    return bool((plan.start[moved] == scores.committed[moved]).all() and scores.movable[moved].all())
+    moved = plan.reached() != plan.start
+    return bool((scores.movable & (plan.start == scores.committed))[moved].all())
 
 
 def transitions(

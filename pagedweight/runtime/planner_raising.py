@@ -6,9 +6,10 @@ import numpy as np
 
 from pagedweight.policy import Policy
 from pagedweight.runtime.observe import Observation
+from pagedweight.runtime.planner_buckets import routing_buckets
 from pagedweight.runtime.planner_greedy import Steps, hull_steps
 from pagedweight.runtime.planner_queue import EMPTY_PLAN, Plan, transitions
-from pagedweight.runtime.planner_scores import canonical, routing_buckets, transition_damage
+from pagedweight.runtime.planner_scores import bytes_above, canonical, committed_index, transition_damage
 from pagedweight.runtime.table_view import TableSnapshot
 
 
@@ -19,7 +20,7 @@ def plan_raise(table: TableSnapshot, observation: Observation, policy: Policy, a
     bound the plan. When to call is the caller's: only while more KV blocks than the reload threshold stay free.
     """
     table, observation, policy, names = canonical(table, observation, policy)
-    committed = np.searchsorted(table.widths, table.committed)
+    committed = committed_index(table)
     room = _room_bytes(table, observation, committed, available_bytes)
     still = table.busy | (table.since < observation.limits.dwell_steps) | (committed == len(table.widths) - 1)
     if room <= 0 or still.all():
@@ -29,8 +30,8 @@ def plan_raise(table: TableSnapshot, observation: Observation, policy: Policy, a
     steps = hull_steps(needed, damage, committed, np.arange(len(table.widths)))
     reached = _fill(steps, committed, room)
     rows = np.arange(len(committed))
-    moved = reached != committed
-    recovered = float(damage[reached, rows][moved].sum())
+    moved = np.flatnonzero(reached != committed)
+    recovered = float(damage[reached[moved], moved].sum())
     moves = transitions(table, committed, reached, names)
     return Plan(moves, recovered, -int(needed[reached, rows].sum()), 0)
 
@@ -40,12 +41,9 @@ def raise_points(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(W, R) bytes needed and damage taken back (negative) by raising each row to each width; infinite if not above."""
     _, multiplier = routing_buckets(table, observation, policy)
-    rows, width_index = np.arange(len(committed)), np.arange(len(table.widths))[:, None]
-    damage = -transition_damage(table, observation, policy, multiplier, width_index, committed)
-    damage[width_index < committed] = np.inf
-    damage[committed, rows] = 0.0
-    memory = np.ascontiguousarray(table.bytes.T)
-    return memory - memory[committed, rows], damage
+    damage = -transition_damage(table, observation, policy, multiplier, committed, raising=True)
+    damage[np.arange(len(table.widths))[:, None] <= committed] = np.inf
+    return bytes_above(table, committed), damage
 
 
 def _room_bytes(table: TableSnapshot, observation: Observation, committed: np.ndarray, available_bytes: int) -> int:

@@ -8,9 +8,10 @@ import numpy as np
 
 from pagedweight.policy import Policy
 from pagedweight.runtime.observe import Observation
-from pagedweight.runtime.planner_greedy import Change, Steps, hull_steps, refine
+from pagedweight.runtime.planner_cover import Change, cover
+from pagedweight.runtime.planner_greedy import Steps, hull_steps
 from pagedweight.runtime.planner_queue import QueuedPlan
-from pagedweight.runtime.planner_scores import Scores, lowest_index, parent_damage
+from pagedweight.runtime.planner_scores import Scores, committed_index, lowest_index, parent_damage
 from pagedweight.runtime.table_view import TableSnapshot
 
 
@@ -35,43 +36,43 @@ def plans_for_targets(
             lowest = lowest_index(scores, table, observation, policy, stage, level)
             if not waiting or (not limited and urgent not in waiting and largest_release(scores, lowest) < waiting[0]):
                 continue
-            released, damage, steps = legal_steps(scores, lowest)
+            damage, steps = legal_steps(scores, lowest)
             allowed = affordable_steps(steps, table, observation, policy) if limited else len(steps.row)
             most_bytes, _ = steps.totals(allowed)
             met = [target for target in waiting if target <= most_bytes]
             for target in met:
                 count = steps.meeting(target)
-                change = Change(count, -1, -1, *steps.totals(count))
+                change = Change(count, (), (), *steps.totals(count))
                 if target == urgent and not limited:
-                    change = refine(steps, scores.committed, released, damage, target, count)
+                    change = cover(steps, scores.committed, scores.released, damage, target, count)
                 plans.append(QueuedPlan(stage, level, target, made_at, scores.committed, steps, change))
                 chosen = plans[-1] if target == urgent else chosen
             waiting = [target for target in waiting if target > most_bytes]
             if urgent in waiting and (largest is None or most_bytes > largest.released_bytes):
-                change = Change(allowed, -1, -1, *steps.totals(allowed))
+                change = Change(allowed, (), (), *steps.totals(allowed))
                 largest = QueuedPlan(stage, level, urgent, made_at, scores.committed, steps, change)
     return plans, chosen or largest
 
 
 def largest_release(scores: Scores, lowest: np.ndarray) -> int:
-    """Most bytes that lowering every row as far as lowest (R,) could release."""
-    legal = np.arange(len(scores.released))[:, None] >= lowest
-    return int(np.where(legal, scores.released, 0).max(axis=0).sum())
+    """Bytes that lowering every row to the width index lowest (R,) releases."""
+    return int(scores.released[lowest, np.arange(len(lowest))].sum())
 
 
-def legal_steps(scores: Scores, lowest: np.ndarray) -> tuple[np.ndarray, np.ndarray, Steps]:
-    """Bytes and damage (W, R) of the moves that lowest (R,) permits (infinite damage elsewhere), and their steps."""
-    widths = len(scores.damage)
-    damage = np.where(np.arange(widths)[:, None] >= lowest, scores.damage, np.inf)
-    steps = hull_steps(scores.released, damage, scores.committed, np.arange(widths)[::-1])
-    return scores.released, damage, steps
+def legal_steps(scores: Scores, lowest: np.ndarray) -> tuple[np.ndarray, Steps]:
+    """(W, R) damage of the moves that lowest (R,) permits, infinite elsewhere, and their steps."""
+    width_index = np.arange(len(scores.damage))
+    legal = (width_index[:, None] >= lowest) & (width_index[:, None] < scores.committed)
+    damage = np.where(legal, scores.damage, np.inf)
+    damage[scores.committed, np.arange(len(lowest))] = 0.0
+    return damage, hull_steps(scores.released, damage, scores.committed, width_index[::-1])
 
 
 def affordable_steps(steps: Steps, table: TableSnapshot, observation: Observation, policy: Policy) -> int:
     """Steps, cheapest first, after which damage against the parent width is still within the limit."""
     against_parent = parent_damage(table, observation, policy)
     rows = np.arange(len(table.committed))
-    now = against_parent[np.searchsorted(table.widths, table.committed), rows].sum()
+    now = against_parent[committed_index(table), rows].sum()
     added = against_parent[steps.to, steps.row] - against_parent[steps.origin, steps.row]
     beyond = np.flatnonzero(now + np.cumsum(added) > observation.limits.damage)
     return int(beyond[0]) if beyond.size else len(steps.row)
