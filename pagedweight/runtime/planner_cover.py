@@ -46,7 +46,8 @@ def cover(
     base = steps.reached(start, count)
     plain = Change(count, (), (), *steps.totals(count))
     rows = np.arange(len(start))
-    slope = steps.slope[count - 1]
+    (before_bytes, before_damage), (_, at_damage) = steps.totals(count - 1), steps.totals(count)
+    slope = (at_damage - before_damage) / (plain.bytes - before_bytes)
     more_bytes, more_damage = bytes_ - bytes_[base, rows], damage - damage[base, rows]
     reduced = more_damage - slope * more_bytes
     reduced[base, rows] = np.inf

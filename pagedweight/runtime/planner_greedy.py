@@ -15,13 +15,12 @@ class Steps(NamedTuple):
     """Hull segments of all rows, cheapest first, equal ones by row; a row's segments keep their order.
 
     row, origin, to: (S,), the row and the width indices that the step starts and ends at.
-    slope: (S,), damage per byte. bytes, damage: (S,), totals of this step and all before it.
+    bytes, damage: float64 (S,), totals of this step and all before it; bytes are whole numbers.
     """
 
     row: np.ndarray
     origin: np.ndarray
     to: np.ndarray
-    slope: np.ndarray
     bytes: np.ndarray
     damage: np.ndarray
 
@@ -40,60 +39,69 @@ class Steps(NamedTuple):
         return (int(self.bytes[count - 1]), float(self.damage[count - 1])) if count else (0, 0.0)
 
 
+class _Segments(NamedTuple):
+    """At most one hull segment of each row."""
+
+    slope: np.ndarray
+    row: np.ndarray
+    origin: np.ndarray
+    to: np.ndarray
+    bytes: np.ndarray
+    damage: np.ndarray
+
+
 def hull_steps(bytes_: np.ndarray, damage: np.ndarray, start: np.ndarray, nearest_first: np.ndarray) -> Steps:
     """Sorted hull segments of every row.
 
-    bytes_, damage: (W, R), each width's totals measured from the row's present state; infinite damage marks what is
-    not legal. start: (R,) present width index. nearest_first: (W,) width indices in the order in which a row passes
-    them; of equally cheap segments the nearest is taken.
+    bytes_, damage: float64 (W, R), each width's totals measured from the row's present state; 0 bytes where a width
+    is not legal. start: (R,) present width index. nearest_first: (W,) width indices in the order in which a row
+    passes them; of equally cheap segments the nearest is taken.
     """
     rows = np.arange(len(start))
-    at, at_bytes, at_damage = start, np.zeros(len(rows)), np.zeros(len(rows))
-    last = np.full(len(rows), -np.inf)
-    segments = []
-    for _ in nearest_first:
-        slope, to = _cheapest_next(bytes_, damage, rows, at_bytes, at_damage, nearest_first)
-        going = np.flatnonzero(np.isfinite(slope))
+    at, at_bytes, at_damage, last = start, np.zeros(len(rows)), np.zeros(len(rows)), np.full(len(rows), -np.inf)
+    found = []
+    for _ in nearest_first[1:]:
+        slope, to, to_bytes, to_damage = _cheapest_next(bytes_, damage, at_bytes, at_damage, nearest_first)
+        going = np.flatnonzero(to_bytes)
         if not going.size:
             break
-        rows, to, came_from = rows[going], to[going], at[going]
-        to_bytes, to_damage = bytes_[to, rows].astype(np.float64), damage[to, rows]
+        if len(going) < len(rows):
+            rows, at, at_bytes, at_damage, last, slope, to, to_bytes, to_damage = (
+                column[going] for column in (rows, at, at_bytes, at_damage, last, slope, to, to_bytes, to_damage)
+            )
+            bytes_, damage = bytes_[:, going], damage[:, going]
         # Rounding may make a later segment look cheaper by one unit in the last place; it still comes later.
-        last = np.maximum(slope[going], last[going])
-        segments.append((last, rows, came_from, to, to_bytes - at_bytes[going], to_damage - at_damage[going]))
+        last = np.maximum(slope, last)
+        found.append(_Segments(last, rows, at, to, to_bytes - at_bytes, to_damage - at_damage))
         at, at_bytes, at_damage = to, to_bytes, to_damage
-    return _sorted_steps(segments)
+    return _sorted_steps(found)
 
 
 def _cheapest_next(
-    bytes_: np.ndarray,
-    damage: np.ndarray,
-    rows: np.ndarray,
-    at_bytes: np.ndarray,
-    at_damage: np.ndarray,
-    nearest_first: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Least slope from where each row is to any width beyond, and that width's index; infinite at the end."""
-    best, to = np.full(len(rows), np.inf), np.zeros(len(rows), dtype=np.int64)
-    everyone = len(rows) == bytes_.shape[1]
+    bytes_: np.ndarray, damage: np.ndarray, at_bytes: np.ndarray, at_damage: np.ndarray, nearest_first: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Least slope from where each row is to any width beyond it; that width's index, bytes (0 for none) and damage."""
+    rows = len(at_bytes)
+    best, to = np.full(rows, np.inf), np.zeros(rows, dtype=np.int8)
+    to_bytes, to_damage = np.zeros(rows), np.zeros(rows)
+    slope = np.empty(rows)
     for width in nearest_first:
-        run = (bytes_[width] if everyone else bytes_[width, rows]) - at_bytes
-        rise = (damage[width] if everyone else damage[width, rows]) - at_damage
-        slope = np.divide(rise, run, out=np.full(len(rows), np.inf), where=run > 0)
+        run = bytes_[width] - at_bytes
+        slope.fill(np.inf)
+        np.divide(damage[width] - at_damage, run, out=slope, where=run > 0)
         cheaper = slope < best
-        np.copyto(best, slope, where=cheaper)
-        np.copyto(to, width, where=cheaper)
-    return best, to
+        for kept, offered in ((best, slope), (to, width), (to_bytes, bytes_[width]), (to_damage, damage[width])):
+            np.copyto(kept, offered, where=cheaper)
+    return best, to, to_bytes, to_damage
 
 
-def _sorted_steps(segments: list[tuple[np.ndarray, ...]]) -> Steps:
-    if not segments:
+def _sorted_steps(found: list[_Segments]) -> Steps:
+    if not found:
         none = np.empty(0, dtype=np.int64)
-        return Steps(none, none, none, np.empty(0), none, np.empty(0))
-    slope, row, origin, to, gained, added = (np.concatenate(column) for column in zip(*segments, strict=True))
+        return Steps(none, none, none, np.empty(0), np.empty(0))
+    slope, row, origin, to, gained, added = (np.concatenate(column) for column in zip(*found, strict=True))
     order = argsort_by(slope, row)
-    total_bytes = np.cumsum(gained[order]).astype(np.int64)
-    return Steps(row[order], origin[order], to[order], slope[order], total_bytes, np.cumsum(added[order]))
+    return Steps(row[order], origin[order], to[order], np.cumsum(gained[order]), np.cumsum(added[order]))
 
 
 def argsort_by(keys: np.ndarray, row: np.ndarray) -> np.ndarray:

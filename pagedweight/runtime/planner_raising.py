@@ -26,8 +26,7 @@ def plan_raise(table: TableSnapshot, observation: Observation, policy: Policy, a
     if room <= 0 or still.all():
         return EMPTY_PLAN
     needed, damage = raise_points(table, observation, policy, committed)
-    damage[:, still] = np.inf
-    steps = hull_steps(needed, damage, committed, np.arange(len(table.widths)))
+    steps = hull_steps(np.where(still, 0.0, needed), damage, committed, np.arange(len(table.widths), dtype=np.int8))
     reached = _fill(steps, committed, room)
     rows = np.arange(len(committed))
     moved = np.flatnonzero(reached != committed)
@@ -39,10 +38,9 @@ def plan_raise(table: TableSnapshot, observation: Observation, policy: Policy, a
 def raise_points(
     table: TableSnapshot, observation: Observation, policy: Policy, committed: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(W, R) bytes needed and damage taken back (negative) by raising each row to each width; infinite if not above."""
+    """(W, R) bytes needed and damage taken back (negative) by raising each row to each higher width."""
     _, multiplier = routing_buckets(table, observation, policy)
     damage = -transition_damage(table, observation, policy, multiplier, committed, raising=True)
-    damage[np.arange(len(table.widths))[:, None] <= committed] = np.inf
     return bytes_above(table, committed), damage
 
 

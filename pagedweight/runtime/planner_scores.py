@@ -20,7 +20,7 @@ class Scores(NamedTuple):
     """What the greedy needs to know about each row at one step.
 
     committed: (R,) index of the committed width. movable: bool (R,). bucket: (R,).
-    released: int64 (W, R), bytes freed by moving to each width (negative: needed).
+    released: float64 (W, R), whole bytes freed by moving to each width (negative: needed).
     damage: (W, R), d-hat of moving to each lower width; meaningless elsewhere.
     """
 
@@ -36,17 +36,18 @@ def score_actions(table: TableSnapshot, observation: Observation, policy: Policy
     committed = committed_index(table)
     bucket, multiplier = routing_buckets(table, observation, policy)
     damage = transition_damage(table, observation, policy, multiplier, committed)
-    return Scores(committed, ~table.busy, bucket, -bytes_above(table, committed), damage)
+    released = np.negative(bytes_above(table, committed))
+    return Scores(committed, ~table.busy, bucket, released, damage)
 
 
 def committed_index(table: TableSnapshot) -> np.ndarray:
     """(R,) index of each row's committed width."""
-    return np.searchsorted(table.widths, table.committed)
+    return np.searchsorted(table.widths, table.committed).astype(np.int8)
 
 
 def bytes_above(table: TableSnapshot, index: np.ndarray) -> np.ndarray:
-    """int64 (W, R), bytes that each width needs beyond the width that index (R,) names."""
-    memory = np.ascontiguousarray(table.bytes.T)
+    """float64 (W, R), whole bytes that each width needs beyond the width that index (R,) names."""
+    memory = table.bytes.T.astype(np.float64, order="C")
     return memory - memory[index, np.arange(len(index))]
 
 
@@ -84,7 +85,7 @@ def prompt_factor(
         from_anchor = heads.swapaxes(1, 2) if raising else heads
         return np.take(from_anchor.reshape(2 * widths, widths).T, group, axis=1)
 
-    usable = np.isfinite(observation.features).all(axis=1)
+    usable = np.isfinite(observation.features @ np.ones(3))
     features = np.where(usable, observation.features.T, 0.0)
     weights = [of_rows(policy.head_weights[..., f]) for f in range(3)]
     rho = log_residual(weights, of_rows(policy.head_bias), features)

@@ -36,7 +36,7 @@ def plans_for_targets(
             lowest = lowest_index(scores, table, observation, policy, stage, level)
             if not waiting or (not limited and urgent not in waiting and largest_release(scores, lowest) < waiting[0]):
                 continue
-            damage, steps = legal_steps(scores, lowest)
+            steps = legal_steps(scores, lowest)
             allowed = affordable_steps(steps, table, observation, policy) if limited else len(steps.row)
             most_bytes, _ = steps.totals(allowed)
             met = [target for target in waiting if target <= most_bytes]
@@ -44,7 +44,7 @@ def plans_for_targets(
                 count = steps.meeting(target)
                 change = Change(count, (), (), *steps.totals(count))
                 if target == urgent and not limited:
-                    change = cover(steps, scores.committed, scores.released, damage, target, count)
+                    change = covering(scores, lowest, steps, target)
                 plans.append(QueuedPlan(stage, level, target, made_at, scores.committed, steps, change))
                 chosen = plans[-1] if target == urgent else chosen
             waiting = [target for target in waiting if target > most_bytes]
@@ -59,13 +59,20 @@ def largest_release(scores: Scores, lowest: np.ndarray) -> int:
     return int(scores.released[lowest, np.arange(len(lowest))].sum())
 
 
-def legal_steps(scores: Scores, lowest: np.ndarray) -> tuple[np.ndarray, Steps]:
-    """(W, R) damage of the moves that lowest (R,) permits, infinite elsewhere, and their steps."""
-    width_index = np.arange(len(scores.damage))
-    legal = (width_index[:, None] >= lowest) & (width_index[:, None] < scores.committed)
+def legal_steps(scores: Scores, lowest: np.ndarray) -> Steps:
+    """Steps within the moves that lowest (R,) permits."""
+    width_index = np.arange(len(scores.released), dtype=np.int8)
+    released = scores.released * (width_index[:, None] >= lowest)
+    return hull_steps(released, scores.damage, scores.committed, width_index[::-1])
+
+
+def covering(scores: Scores, lowest: np.ndarray, steps: Steps, target_bytes: int) -> Change:
+    """The cheapest plan within the moves that lowest (R,) permits; the steps must release target_bytes."""
+    width_index = np.arange(len(scores.released))[:, None]
+    legal = (width_index >= lowest) & (width_index < scores.committed)
     damage = np.where(legal, scores.damage, np.inf)
     damage[scores.committed, np.arange(len(lowest))] = 0.0
-    return damage, hull_steps(scores.released, damage, scores.committed, width_index[::-1])
+    return cover(steps, scores.committed, scores.released, damage, target_bytes, steps.meeting(target_bytes))
 
 
 def affordable_steps(steps: Steps, table: TableSnapshot, observation: Observation, policy: Policy) -> int:
