@@ -1,0 +1,112 @@
+"""Second launch: down rows of every slot's expert; whoever completes a token's rows adds them up and writes them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pagedweight.kernels.decode import operands, rows, slots, statistics
+
+
+@triton.jit
+def _combine(
+    parts_ptr, out_ptr, ids_ptr, weights_ptr, arrivals_ptr, token, used, out_row, tile,
+    HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr, PADDED: tl.constexpr, TILES: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Announce this program's parts; for tokens whose parts are all there, out = sum_a r_a sum_s part, in that order."""
+    # Every thread's part is stored before the arrival that announces it.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals_ptr + token * TILES + tile, 1, used, sem="acq_rel")
+    choice = tl.arange(0, PADDED)
+    chosen = used[:, None] & (choice < CHOICES)[None, :]
+    ids = tl.load(ids_ptr + token[:, None] * CHOICES + choice[None, :], chosen, other=-1)
+    routed = tl.sum(((ids >= 0) & (ids < EXPERTS)).to(tl.int32), 1)
+    complete = used & (arrived == routed * SPLITS - 1)
+    if tl.max(complete.to(tl.int32), 0) > 0:
+        write = (out_row < HIDDEN)[:, None] & complete[None, :]
+        total = tl.zeros((out_row.shape[0], token.shape[0]), tl.float32)
+        for i in range(CHOICES):
+            pair = token * CHOICES + i
+            expert = tl.load(ids_ptr + pair, complete, other=-1)
+            weight = tl.load(weights_ptr + pair, complete, other=0.0).to(tl.float32)
+            add = write & ((expert >= 0) & (expert < EXPERTS))[None, :]
+            for split in tl.static_range(SPLITS):
+                part = (pair * SPLITS + split)[None, :] * HIDDEN + out_row[:, None]
+                total += weight[None, :] * tl.load(parts_ptr + part, add, other=0.0, cache_modifier=".cg")
+        tl.store(out_ptr + token[None, :] * HIDDEN + out_row[:, None], total.to(out_ptr.dtype.element_ty), write)
+
+
+@triton.jit
+def _tile(
+    h_ptr, parts_ptr, out_ptr, ids_ptr, weights_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, arrivals_ptr,
+    first_row, slot, tile, split,
+    HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
+    PADDED: tl.constexpr, PLANES: tl.constexpr, PLANE_FRAMES: tl.constexpr, FRAME_ROWS: tl.constexpr,
+    WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    TILES: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
+    STEPS: tl.constexpr = (INTERMEDIATE + 512 * CHUNKS - 1) // (512 * CHUNKS)
+    column = tl.arange(0, CHUNKS * TOKENS) % TOKENS
+    expert, pairs, pair = slots.slot_pairs(plan_ptr, ids_ptr, slot, column, EXPERTS, TOKENS, PLANNED)
+    if pairs > 0:
+        block_row = first_row + 2 * expert + 1
+        committed = tl.load(bits_ptr + block_row)
+        table = tl.load(table_ptr + block_row)
+        address_ptr = frame_ptr + block_row.to(tl.int64) * (PLANES * PLANE_FRAMES)
+        row = tl.minimum(tile * ROWS + tl.arange(0, ROWS), HIDDEN - 1)
+        operand_row = tl.minimum(tile * ROWS + tl.arange(0, ROWS * CHUNKS) // CHUNKS, HIDDEN - 1)
+        sums = tl.zeros((ROWS, TOKENS), tl.float32)
+        for i in tl.static_range(len(WIDTHS)):
+            if committed == WIDTHS[i]:
+                sums = rows.rows_product(
+                    h_ptr, pair * INTERMEDIATE, column < pairs, address_ptr, table, row, operand_row,
+                    split * STEPS // SPLITS, (split + 1) * STEPS // SPLITS,
+                    WIDTHS[i], operands.item(CODEBOOKS, i), INTERMEDIATE, PLANE_FRAMES, FRAME_ROWS, CHUNKS, TOKENS, STAGES, PTX,
+                )  # fmt: skip
+        token_column = tl.arange(0, TOKENS)
+        expert_, pairs_, own_pair = slots.slot_pairs(plan_ptr, ids_ptr, slot, token_column, EXPERTS, TOKENS, PLANNED)
+        used = token_column < pairs
+        out_row = tile * ROWS + tl.arange(0, ROWS)
+        part = (own_pair * SPLITS + split)[None, :] * HIDDEN + out_row[:, None]
+        tl.store(parts_ptr + part, sums, used[None, :] & (out_row < HIDDEN)[:, None])
+        _combine(
+            parts_ptr, out_ptr, ids_ptr, weights_ptr, arrivals_ptr, own_pair // CHOICES, used, out_row, tile,
+            HIDDEN, EXPERTS, CHOICES, PADDED, TILES, SPLITS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens", "first_row", "layer", "layers"])
+def _down_kernel(
+    h_ptr, parts_ptr, out_ptr, ids_ptr, weights_ptr, slot_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, features_ptr,
+    arrivals_ptr, tokens, first_row, layer, layers,
+    HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
+    PADDED: tl.constexpr, PLANES: tl.constexpr, PLANE_FRAMES: tl.constexpr, FRAME_ROWS: tl.constexpr,
+    WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS output rows of one slot's expert over one of SPLITS column ranges, or one token's statistics.
+
+    Grid (tokens + slots * ceil(H / ROWS) * SPLITS,). out[t] = sum_a r[t, a] down_{e(t, a)} h[t, a], always added in
+    the order of a, so equal inputs give equal bits.
+    """
+    program = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if program < tokens:
+        entry, weight, counted, routed = statistics.token_choices(
+            ids_ptr, weights_ptr, slot_ptr, program, layer, layers, EXPERTS, CHOICES, PADDED
+        )
+        start = (program * CHOICES + tl.arange(0, PADDED)) * INTERMEDIATE
+        norm = statistics.row_norms(h_ptr, start, counted, INTERMEDIATE)
+        statistics.add_features(features_ptr, entry, weight, norm, counted, 1)
+    else:
+        TILES: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
+        item = program - tokens
+        _tile(
+            h_ptr, parts_ptr, out_ptr, ids_ptr, weights_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, arrivals_ptr,
+            first_row, item // (TILES * SPLITS), (item // SPLITS) % TILES, item % SPLITS,
+            HIDDEN, INTERMEDIATE, EXPERTS, CHOICES, PADDED, PLANES, PLANE_FRAMES, FRAME_ROWS, WIDTHS, CODEBOOKS,
+            ROWS, CHUNKS, TOKENS, SPLITS, STAGES, PLANNED, PTX, PDL,
+        )  # fmt: skip

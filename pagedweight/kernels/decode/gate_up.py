@@ -1,0 +1,116 @@
+"""First launch: gate and up rows of every slot's expert, activated, into h; and the statistics of its input."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pagedweight.kernels.decode import operands, rows, slots, statistics
+
+
+@triton.jit
+def activate(gate, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        return gate / (1.0 + tl.exp(-gate))
+    else:
+        # tanh(z) = 1 - 2 / (1 + exp(2 z)), which stays finite for every z.
+        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return 0.5 * gate * (2.0 - 2.0 / (1.0 + tl.exp(2.0 * z)))
+
+
+@triton.jit
+def _tile_rows(tile, index, INTERMEDIATE: tl.constexpr, ROWS: tl.constexpr):
+    """Row of the linear-block of the index-th of 2 ROWS rows: ROWS gate rows, then their up rows."""
+    within = tl.minimum(tile * ROWS + index % ROWS, INTERMEDIATE - 1)
+    return (index // ROWS) * INTERMEDIATE + within
+
+
+@triton.jit
+def _token(
+    x_ptr, out_ptr, ids_ptr, weights_ptr, slot_ptr, mass_ptr, counts_ptr, features_ptr, arrivals_ptr,
+    token, layer, layers, experts, HIDDEN: tl.constexpr, CHOICES: tl.constexpr, PADDED: tl.constexpr,
+    ARRIVALS: tl.constexpr,
+):  # fmt: skip
+    """Counts one token, clears its arrival counters, and writes its output if no expert will."""
+    entry, weight, counted, routed = statistics.token_choices(
+        ids_ptr, weights_ptr, slot_ptr, token, layer, layers, experts, CHOICES, PADDED
+    )
+    tl.atomic_add(mass_ptr + entry, weight, counted, sem="relaxed")
+    tl.atomic_add(counts_ptr + entry, 1, counted, sem="relaxed")
+    one_row = tl.zeros((1,), tl.int32) + token * HIDDEN
+    norm = tl.sum(statistics.row_norms(x_ptr, one_row, one_row >= 0, HIDDEN))
+    statistics.add_features(features_ptr, entry, weight, norm, counted, 0)
+    for first in range(0, ARRIVALS, 128):
+        counter = first + tl.arange(0, 128)
+        tl.store(arrivals_ptr + token * ARRIVALS + counter, 0, counter < ARRIVALS)
+    if routed == 0:
+        for first in range(0, HIDDEN, 1024):
+            column = first + tl.arange(0, 1024)
+            tl.store(out_ptr + token * HIDDEN + column, 0.0, column < HIDDEN)
+
+
+@triton.jit
+def _tile(
+    x_ptr, h_ptr, ids_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, first_row, slot, tile,
+    HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
+    PLANES: tl.constexpr, PLANE_FRAMES: tl.constexpr, FRAME_ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
+    WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
+    STAGES: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, CHUNKS * TOKENS) % TOKENS
+    expert, pairs, pair = slots.slot_pairs(plan_ptr, ids_ptr, slot, column, EXPERTS, TOKENS, PLANNED)
+    if pairs > 0:
+        block_row = first_row + 2 * expert
+        committed = tl.load(bits_ptr + block_row)
+        table = tl.load(table_ptr + block_row)
+        address_ptr = frame_ptr + block_row.to(tl.int64) * (PLANES * PLANE_FRAMES)
+        row = _tile_rows(tile, tl.arange(0, 2 * ROWS), INTERMEDIATE, ROWS)
+        operand_row = _tile_rows(tile, tl.arange(0, 2 * ROWS * CHUNKS) // CHUNKS, INTERMEDIATE, ROWS)
+        steps: tl.constexpr = (HIDDEN + 512 * CHUNKS - 1) // (512 * CHUNKS)
+        sums = tl.zeros((2 * ROWS, TOKENS), tl.float32)
+        for i in tl.static_range(len(WIDTHS)):
+            if committed == WIDTHS[i]:
+                sums = rows.rows_product(
+                    x_ptr, (pair // CHOICES) * HIDDEN, column < pairs, address_ptr, table, row, operand_row, 0, steps,
+                    WIDTHS[i], operands.item(CODEBOOKS, i), HIDDEN, PLANE_FRAMES, FRAME_ROWS, CHUNKS, TOKENS, STAGES, PTX,
+                )  # fmt: skip
+        gate, up = tl.split(tl.permute(tl.reshape(sums, (2, ROWS, TOKENS)), (1, 2, 0)))
+        token_column = tl.arange(0, TOKENS)
+        expert_, pairs_, own_pair = slots.slot_pairs(plan_ptr, ids_ptr, slot, token_column, EXPERTS, TOKENS, PLANNED)
+        h_row = tile * ROWS + tl.arange(0, ROWS)
+        used = (token_column < pairs)[None, :] & (h_row < INTERMEDIATE)[:, None]
+        h = activate(gate, ACTIVATION) * up
+        tl.store(h_ptr + own_pair[None, :] * INTERMEDIATE + h_row[:, None], h.to(h_ptr.dtype.element_ty), used)
+
+
+@triton.jit(do_not_specialize=["tokens", "first_row", "layer", "layers"])
+def _gate_up_kernel(
+    x_ptr, h_ptr, out_ptr, ids_ptr, weights_ptr, slot_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, mass_ptr,
+    counts_ptr, features_ptr, arrivals_ptr, tokens, first_row, layer, layers,
+    HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
+    PADDED: tl.constexpr, ARRIVALS: tl.constexpr, PLANES: tl.constexpr, PLANE_FRAMES: tl.constexpr,
+    FRAME_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr,
+    ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, PLANNED: tl.constexpr,
+    PTX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS gate and the same up rows of one slot's expert, or one token's statistics.
+
+    Grid (tokens + slots * ceil(I / ROWS),). h[pair, i] = activation(gate_i . x) * (up_i . x). Reads the planes below
+    the committed width only; frames above it, and rows of h whose id is no expert, may be anything.
+    """
+    program = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if program < tokens:
+        _token(
+            x_ptr, out_ptr, ids_ptr, weights_ptr, slot_ptr, mass_ptr, counts_ptr, features_ptr, arrivals_ptr,
+            program, layer, layers, EXPERTS, HIDDEN, CHOICES, PADDED, ARRIVALS,
+        )  # fmt: skip
+    else:
+        TILES: tl.constexpr = (INTERMEDIATE + ROWS - 1) // ROWS
+        item = program - tokens
+        _tile(
+            x_ptr, h_ptr, ids_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, first_row, item // TILES, item % TILES,
+            HIDDEN, INTERMEDIATE, EXPERTS, CHOICES, PLANES, PLANE_FRAMES, FRAME_ROWS, ACTIVATION, WIDTHS, CODEBOOKS,
+            ROWS, CHUNKS, TOKENS, STAGES, PLANNED, PTX,
+        )  # fmt: skip

@@ -1,0 +1,213 @@
+"""Host side of the decode path: two launches, three when several tokens must be grouped by expert."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+
+from pagedweight.kernels.decode.config import (
+    GENERIC_SHARED_BYTES,
+    MAX_TOKENS,
+    DecodeConfig,
+    ProductConfig,
+    check_codebooks,
+    choose,
+    problem,
+)
+from pagedweight.kernels.decode.down import _down_kernel
+from pagedweight.kernels.decode.gate_up import _gate_up_kernel
+from pagedweight.kernels.decode.slots import PLAN_HEADER, _plan_kernel
+from pagedweight.kernels.device_order import plane_geometry
+
+
+class Launch(NamedTuple):
+    """One kernel launch; arguments by name."""
+
+    kernel: Any
+    programs: int
+    arguments: dict[str, Any]
+
+    def run(self) -> None:
+        self.kernel[(self.programs,)](**self.arguments)
+
+
+def can_decode(x: torch.Tensor) -> bool:
+    """Whether this path serves the batch: at most 64 tokens in a 16-bit type."""
+    return 0 < x.shape[0] <= MAX_TOKENS and x.dtype in (torch.float16, torch.bfloat16)
+
+
+def launch_decode_moe(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    token_slot: torch.Tensor,
+    bits: torch.Tensor,
+    frame_address: torch.Tensor,
+    table_address: torch.Tensor,
+    memory: torch.Tensor,
+    mass: torch.Tensor,
+    counts: torch.Tensor,
+    features: torch.Tensor,
+    layer_index: int,
+    first_row: int,
+    experts: int,
+    intermediate: int,
+    frame_bytes: int,
+    activation: str,
+    widths: tuple[int, ...],
+    codebooks: tuple[str, ...] | None = None,
+    config: DecodeConfig | None = None,
+    use_ptx: bool | None = None,
+) -> torch.Tensor:
+    """out[t] = sum_a r[t, a] expert_{id[t, a]}(x[t]) for up to 64 tokens; adds to mass, counts and features.
+
+    Arguments as `fused_moe`'s. codebooks: one per width, lut16 by default. use_ptx: decode with inline PTX; by default
+    on NVIDIA GPUs from Ampere on. Workspace comes from torch's allocator; nothing waits for the host.
+    """
+    out, launches = decode_launches(
+        x, expert_ids, expert_weights, token_slot, bits, frame_address, table_address, mass, counts, features,
+        layer_index, first_row, experts, intermediate, frame_bytes, activation, widths, codebooks, config, use_ptx,
+    )  # fmt: skip
+    for launch in launches:
+        launch.run()
+    return out
+
+
+def decode_launches(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    token_slot: torch.Tensor,
+    bits: torch.Tensor,
+    frame_address: torch.Tensor,
+    table_address: torch.Tensor,
+    mass: torch.Tensor,
+    counts: torch.Tensor,
+    features: torch.Tensor,
+    layer_index: int,
+    first_row: int,
+    experts: int,
+    intermediate: int,
+    frame_bytes: int,
+    activation: str,
+    widths: tuple[int, ...],
+    codebooks: tuple[str, ...] | None = None,
+    config: DecodeConfig | None = None,
+    use_ptx: bool | None = None,
+) -> tuple[torch.Tensor, list[Launch]]:
+    """(the output, the launches that fill it), in order; ValueError when the settings cannot run."""
+    widths = tuple(widths)
+    codebooks = ("lut16",) * len(widths) if codebooks is None else tuple(codebooks)
+    check_codebooks(widths, codebooks)
+    tokens, hidden = x.shape
+    choices = expert_ids.shape[1]
+    config = choose(tokens, choices, experts, widths) if config is None else config
+    reason = problem(config, widths, _shared_bytes(x))
+    if reason is not None:
+        raise ValueError(reason)
+    pairs, planned = tokens * choices, tokens > 1
+    slots = min(pairs, experts + pairs // config.tokens)
+    down_tiles = triton.cdiv(hidden, config.down.rows)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    ids = expert_ids.contiguous()
+    integers = {"dtype": torch.int32, "device": x.device}
+    plan = torch.empty((slots, PLAN_HEADER.value + config.tokens) if planned else (1, 1), **integers)
+    shared = {
+        "h_ptr": torch.empty((pairs, intermediate), dtype=x.dtype, device=x.device),
+        "out_ptr": out,
+        "ids_ptr": ids,
+        "weights_ptr": expert_weights.contiguous(),
+        "slot_ptr": token_slot,
+        "plan_ptr": plan,
+        "bits_ptr": bits,
+        "frame_ptr": frame_address,
+        "table_ptr": table_address,
+        "features_ptr": features,
+        "arrivals_ptr": torch.empty((tokens, down_tiles), **integers),
+        "tokens": tokens,
+        "first_row": first_row,
+        "layer": layer_index,
+        "layers": mass.shape[1],
+        "HIDDEN": hidden,
+        "INTERMEDIATE": intermediate,
+        "EXPERTS": experts,
+        "CHOICES": choices,
+        "PADDED": triton.next_power_of_2(choices),
+        "PLANES": frame_address.shape[1],
+        "PLANE_FRAMES": frame_address.shape[2],
+        "WIDTHS": widths,
+        "CODEBOOKS": codebooks,
+        "TOKENS": config.tokens,
+        "PLANNED": planned,
+        "PTX": _has_ptx(x) if use_ptx is None else use_ptx,
+        "PDL": config.early_launch,
+    }
+    gate_up = {
+        "x_ptr": x.contiguous(),
+        "mass_ptr": mass,
+        "counts_ptr": counts,
+        "ARRIVALS": down_tiles,
+        "FRAME_ROWS": plane_geometry(2 * intermediate, hidden, frame_bytes).rows_per_frame,
+        "ACTIVATION": activation,
+    }
+    parts = torch.empty((pairs, config.down.splits, hidden), dtype=torch.float32, device=x.device)
+    down = {
+        "parts_ptr": parts,
+        "FRAME_ROWS": plane_geometry(hidden, intermediate, frame_bytes).rows_per_frame,
+        "SPLITS": config.down.splits,
+    }
+    if config.early_launch:
+        down["launch_pdl"] = True
+    up_programs = tokens + slots * triton.cdiv(intermediate, config.gate_up.rows)
+    down_programs = tokens + slots * down_tiles * config.down.splits
+    launches = [
+        Launch(_gate_up_kernel, up_programs, shared | gate_up | _settings(config.gate_up)),
+        Launch(_down_kernel, down_programs, shared | down | _settings(config.down)),
+    ]
+    if planned:
+        launches.insert(0, _plan_launch(ids, plan, pairs, slots, experts, config.tokens))
+    return out, launches
+
+
+def _settings(product: ProductConfig) -> dict[str, int]:
+    settings = {
+        "ROWS": product.rows,
+        "CHUNKS": product.chunks,
+        "STAGES": product.stages,
+        "num_warps": product.warps,
+    }
+    return settings if product.registers is None else settings | {"maxnreg": product.registers}
+
+
+def _plan_launch(ids: torch.Tensor, plan: torch.Tensor, pairs: int, slots: int, experts: int, tokens: int) -> Launch:
+    arguments = {
+        "ids_ptr": ids,
+        "plan_ptr": plan,
+        "pairs": pairs,
+        "slots": slots,
+        "experts": experts,
+        "PAIRS": triton.next_power_of_2(pairs),
+        "SLOTS": triton.next_power_of_2(slots),
+        "BINS": triton.next_power_of_2(experts + 1),
+        "TOKENS": tokens,
+    }
+    return Launch(_plan_kernel, experts, arguments)
+
+
+def _has_ptx(x: torch.Tensor) -> bool:
+    return (
+        x.is_cuda
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        and not isinstance(_gate_up_kernel, InterpretedFunction)
+    )
+
+
+def _shared_bytes(x: torch.Tensor) -> int:
+    """Shared memory that one program may take."""
+    if not x.is_cuda:
+        return GENERIC_SHARED_BYTES
+    return torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin

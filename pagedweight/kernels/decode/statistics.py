@@ -1,0 +1,42 @@
+"""What a launch adds to RoutingStats: one program per token, beside the programs that do the products."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NORM_COLUMNS = tl.constexpr(1024)
+
+
+@triton.jit
+def token_choices(
+    ids_ptr, weights_ptr, slot_ptr, token, layer, layers, experts, CHOICES: tl.constexpr, PADDED: tl.constexpr
+):
+    """(entry of RoutingStats, routing weight, counted, number of experts) of a token's choices, (PADDED,) each."""
+    choice = tl.arange(0, PADDED)
+    expert = tl.load(ids_ptr + token * CHOICES + choice, choice < CHOICES, other=-1).to(tl.int32)
+    weight = tl.load(weights_ptr + token * CHOICES + choice, choice < CHOICES, other=0.0).to(tl.float32)
+    routed = (expert >= 0) & (expert < experts)
+    slot = tl.load(slot_ptr + token)
+    entry = (slot * layers + layer) * experts + expert
+    return entry, weight, tl.where(routed, slot, -1) >= 0, tl.sum(routed.to(tl.int32))
+
+
+@triton.jit
+def row_norms(x_ptr, start, used, COLUMNS: tl.constexpr):
+    """2-norms (M,) of the rows that start at `start` (M,)."""
+    squares = tl.zeros((start.shape[0], NORM_COLUMNS), tl.float32)
+    for first in range(0, COLUMNS, NORM_COLUMNS):
+        column = first + tl.arange(0, NORM_COLUMNS)
+        x = tl.load(x_ptr + start[:, None] + column[None, :], used[:, None] & (column < COLUMNS)[None, :], other=0.0)
+        squares += x.to(tl.float32) * x.to(tl.float32)
+    return tl.sqrt(tl.sum(squares, 1))
+
+
+@triton.jit
+def add_features(features_ptr, entry, weight, norm, counted, PROJECTION: tl.constexpr):
+    """features[entry, projection] += (r |x|, r |x|^2), and its maximum of |x|."""
+    pointer = features_ptr + entry * 6 + PROJECTION * 3
+    tl.atomic_add(pointer, weight * norm, counted, sem="relaxed")
+    tl.atomic_add(pointer + 1, weight * norm * norm, counted, sem="relaxed")
+    tl.atomic_max(pointer + 2, norm, counted, sem="relaxed")

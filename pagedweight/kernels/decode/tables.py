@@ -1,0 +1,128 @@
+"""A row's table as decoder operands, per codebook; what does not fit an operand is a factor of the row's sum.
+
+Values are factor * decoded, with decoded: lut16 the entry; lut8 byte - 64; cubic the polynomial; affine u + r, where
+u = code - 2^(b-1) is exact in 16 bits and r = offset / scale + 1/2, so that the scale itself is never rounded.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pagedweight.kernels.decode import ptx
+
+LUT8_ZERO = tl.constexpr(64)
+
+
+@triton.jit
+def _words(address, row, FIRST: tl.constexpr, COUNT: tl.constexpr, ROW_WORDS: tl.constexpr):
+    pointer = address.to(tl.pointer_type(tl.int32)) + row[:, None] * ROW_WORDS + FIRST
+    words = ()
+    for i in tl.static_range(COUNT):
+        words = words + (tl.load(pointer + i),)
+    return words
+
+
+@triton.jit
+def _as_loaded(value, address, never):
+    """`value`, by way of a load that never reads: an operand computed from row numbers would make the compiler move
+    every decoded weight through shared memory, one that was loaded does not."""
+    return tl.load(address.to(tl.pointer_type(tl.int64)) + tl.zeros_like(value), never, other=value)
+
+
+@triton.jit
+def _affine(address, row):
+    """(a, r, factor): values are factor * (a u + r)."""
+    pointer = address.to(tl.pointer_type(tl.float32)) + 2 * row
+    scale = tl.load(pointer)
+    offset = tl.load(pointer + 1)
+    flat = scale == 0.0
+    ratio = tl.where(flat, 1.0, offset / tl.where(flat, 1.0, scale) + 0.5)
+    return tl.where(flat, 0.0, 1.0), ratio, tl.where(flat, offset, scale)
+
+
+@triton.jit
+def row_factor(address, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr):
+    """fp32 (R,): what a row's sum is multiplied by."""
+    if CODEBOOK == "lut8":
+        ENTRY_WORDS: tl.constexpr = 2**BITS // 4
+        pointer = address.to(tl.pointer_type(tl.float32)) + row * (ENTRY_WORDS + 1)
+        return tl.load(pointer + ENTRY_WORDS)
+    else:
+        a, ratio, factor = _affine(address, row)
+        return factor
+
+
+@triton.jit
+def _pair(value):
+    """A 16-bit float twice in an int32."""
+    return (value.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
+
+
+@triton.jit
+def _lut16_operands(words, BITS: tl.constexpr, BF16: tl.constexpr):
+    entries = ()
+    for i in tl.static_range(len(words)):
+        entries = entries + (ptx.half_pairs(words[i], BF16),)
+    low = ()
+    high = ()
+    for i in tl.static_range(len(words) // 2):
+        low = low + (ptx.low_bytes(entries[2 * i], entries[2 * i + 1]),)
+        high = high + (ptx.high_bytes(entries[2 * i], entries[2 * i + 1]),)
+    if BITS == 2:
+        return (low[0], low[0], high[0], high[0])
+    else:
+        return low + high
+
+
+@triton.jit
+def table_operands(address, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr, BF16: tl.constexpr):
+    """The table operands (R, 1) that `ptx.decode_words` takes."""
+    if CODEBOOK == "lut16":
+        if BITS <= 4:
+            return _lut16_operands(_words(address, row, 0, 2**BITS // 2, 2**BITS // 2), BITS, BF16)
+        else:
+            return (_as_loaded(address + row[:, None].to(tl.int64) * (2 * 2**BITS), address, row[:, None] < 0),)
+    elif CODEBOOK == "lut8":
+        words = _words(address, row, 0, 2**BITS // 4, 2**BITS // 4 + 1)
+        if BITS == 2:
+            return (words[0], words[0])
+        else:
+            return words
+    elif CODEBOOK == "affine":
+        a, ratio, factor = _affine(address, row[:, None])
+        if BF16 and BITS < 8:
+            return (_pair(a.to(tl.bfloat16)), _pair(ratio.to(tl.bfloat16)))
+        else:
+            return (_pair(a.to(tl.float16)), _pair(ratio.to(tl.float16)))
+    else:
+        pointer = address.to(tl.pointer_type(tl.float16)) + row[:, None] * 4
+        return (
+            _pair(tl.load(pointer)),
+            _pair(tl.load(pointer + 1)),
+            _pair(tl.load(pointer + 2)),
+            _pair(tl.load(pointer + 3)),
+        )
+
+
+@triton.jit
+def portable_values(codes, address, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr):
+    """fp32 values of codes (R, 512), before the row factor."""
+    if CODEBOOK == "lut16":
+        pointer = address.to(tl.pointer_type(tl.float16)) + row[:, None] * 2**BITS
+        return tl.load(pointer + codes).to(tl.float32)
+    elif CODEBOOK == "lut8":
+        pointer = address.to(tl.pointer_type(tl.uint8)) + row[:, None] * (2**BITS + 4)
+        return tl.load(pointer + codes).to(tl.float32) - LUT8_ZERO
+    else:
+        u = (codes - 2 ** (BITS - 1)).to(tl.float32)
+        if CODEBOOK == "affine":
+            a, ratio, factor = _affine(address, row[:, None])
+            return a * u + ratio
+        else:
+            pointer = address.to(tl.pointer_type(tl.float16)) + row[:, None] * 4
+            v = u / 2 ** (BITS - 1)
+            value = tl.load(pointer).to(tl.float32)
+            for power in tl.static_range(1, 4):
+                value = value * v + tl.load(pointer + power).to(tl.float32)
+            return value
