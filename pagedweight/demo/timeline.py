@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Phase(enum.Enum):
@@ -27,11 +27,38 @@ class Sample(NamedTuple):
     free_bytes: int
     kv_blocks: int
     mean_bits: float
-    moving_rows: int
+    moving_bytes: int
 
     @property
     def weight_bytes(self) -> int:
         return self.planes_bytes + self.tables_bytes
+
+
+class Recorder:
+    """Takes a sample of one patched model's runtime whenever it is asked to, and keeps them in order."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
+        self.samples: list[Sample] = []
+
+    def record(self, phase: Phase, tokens: int) -> Sample:
+        """tokens: how many the sequence has so far."""
+        seen = self._runtime.snapshot()
+        held = seen.bytes_by_owner
+        sample = Sample(
+            step=len(self.samples),
+            phase=phase,
+            tokens=tokens,
+            planes_bytes=held["plane"],
+            tables_bytes=held["table"],
+            kv_bytes=held["kv"],
+            free_bytes=held["free"],
+            kv_blocks=-(-held["kv"] // seen.kv.block_bytes),
+            mean_bits=seen.mean_bits,
+            moving_bytes=seen.loading_bytes + seen.releasing_bytes,
+        )
+        self.samples.append(sample)
+        return sample
 
 
 def thinned(samples: Sequence[Sample], rows: int) -> list[Sample]:
