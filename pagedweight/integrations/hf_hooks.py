@@ -1,0 +1,76 @@
+"""The one hook that a patched transformers model carries: everything that happens between two forwards."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from pagedweight.experts import TokenSlots
+
+PADDING = -1
+CACHE_NAMES = ("past_key_values", "cache")
+
+
+class ForwardCache(Protocol):
+    """A KV cache in the arena that can say and take what a forward needs."""
+
+    def missing_frames(self, batch: int, tokens: int) -> int: ...
+
+    def reserve(self, batch: int, tokens: int) -> None: ...
+
+
+class Boundary(Protocol):
+    """What the hook calls: the patched model's runtime."""
+
+    slots: TokenSlots
+
+    def forward_cache(self, cache: object) -> ForwardCache | None:
+        """The cache when it lives in this model's arena, None for any other; ValueError for another model's."""
+        ...
+
+    def boundary(self, pending_frames: int = 0) -> None: ...
+
+
+def add_boundary_hook(model: nn.Module, runtime: Boundary) -> RemovableHandle:
+    """Call the boundary before every forward of the model, generate's and direct ones alike.
+
+    A pre-hook sees what only the forward knows: how many tokens are new, which are padding, and the cache. Inside a
+    compiled graph it does nothing, since nothing may move there; generate does not compile with an ArenaCache.
+    """
+
+    def before_forward(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if torch.compiler.is_compiling():
+            return
+        shape = new_tokens(args, kwargs)
+        if shape is None:
+            runtime.slots.reset()
+            runtime.boundary()
+            return
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        set_slots(runtime.slots, mask, *shape)
+        cache = runtime.forward_cache(next((kwargs[n] for n in CACHE_NAMES if kwargs.get(n) is not None), None))
+        runtime.boundary(0 if cache is None else cache.missing_frames(*shape))
+        if cache is not None:
+            cache.reserve(*shape)
+
+    return model.register_forward_pre_hook(before_forward, with_kwargs=True)
+
+
+def new_tokens(args: tuple, kwargs: dict) -> tuple[int, int] | None:
+    """(batch, new tokens per sequence) of a forward, None when it has neither ids nor embeddings."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if ids is None:
+        ids = kwargs.get("inputs_embeds")
+    return None if ids is None else (ids.shape[0], ids.shape[1])
+
+
+def set_slots(slots: TokenSlots, mask: object, batch: int, tokens: int) -> None:
+    """Every token in slot 0, except what a 2-D attention mask (B, past + T) says is padding."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[0] != batch:
+        slots.reset()
+        return
+    kept = mask[:, -tokens:].reshape(-1).bool()
+    slots.set(torch.where(kept, 0, PADDING))

@@ -1,0 +1,155 @@
+"""What a patched model carries as `model.pagedweight`: its runtime, its pages, and where its KV caches come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from pagedweight.experts import PagedExperts, TokenSlots
+from pagedweight.integrations.kv_pool import KVPool
+from pagedweight.layout import BlockId, Layout, RoutingStats
+from pagedweight.patching_pages import PageStore
+from pagedweight.patching_sizes import Sizes
+from pagedweight.policy import Policy
+from pagedweight.runtime.config import RuntimeConfig
+from pagedweight.runtime.controller import Runtime
+from pagedweight.runtime.controller_report import RuntimeSnapshot
+from pagedweight.runtime.frames import Arena
+from pagedweight.runtime.kv import ArenaGauge
+from pagedweight.runtime.transfer import ImmediateEngine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from pagedweight.integrations.hf_cache import ArenaCache
+
+
+class PagedModel:
+    """The runtime of one patched model.
+
+    layout: its linear-blocks in table-row order. kv: where its caches take frames, None without budget_bytes.
+    stats: what the kernels count. slots: which request slot each token of the next forward belongs to.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        sizes: Sizes,
+        policy: Policy,
+        config: RuntimeConfig,
+        device: torch.device,
+        model_config: PreTrainedConfig | None = None,
+    ) -> None:
+        self.store = store
+        self.policy = policy
+        self.config = config
+        self.arena = Arena(sizes.arena_bytes, sizes.frame_bytes, device)
+        most_experts = max(layer.experts for layer in self.layout.moe_layers)
+        self.stats = RoutingStats.zeros(config.max_requests, len(self.layout.moe_layers), most_experts, device)
+        self.slots = TokenSlots(device=device)
+        self.kv = KVPool(self.arena, sizes.kv_layers, config.block_tokens) if sizes.kv_layers else None
+        gauge = ArenaGauge(self.arena, self.kv.block_frames) if self.kv else None
+        engine = _engine(self.arena)
+        self._runtime = Runtime(self.layout, store.host, self.arena, policy, config, engine, gauge, self.stats)
+        if self.kv is not None:
+            self.kv.make_room = self._runtime.ensure_bytes
+        self._model_config = model_config
+
+    @property
+    def layout(self) -> Layout:
+        return self.store.layout
+
+    def snapshot(self) -> RuntimeSnapshot:
+        """Bytes held by planes, tables and KV, committed widths and moves, as values."""
+        self._collect()
+        return self._runtime.snapshot()
+
+    def explain(self, block: BlockId | None = None) -> str:
+        """A linear-block's row of the page table, or, without one, what the runtime is doing and why."""
+        return self._runtime.explain(block)
+
+    def new_cache(self) -> ArenaCache:
+        """An empty KV cache in this model's arena, for model.generate(..., past_key_values=...). ValueError without a
+        budget, since the arena then has no room for it."""
+        from pagedweight.integrations.hf_cache import ArenaCache
+
+        if self.kv is None:
+            raise ValueError(
+                "the model was patched without budget_bytes, so its arena holds expert weights only; "
+                "patch with RuntimeConfig(budget_bytes=...) to keep the KV cache beside them"
+            )
+        return ArenaCache(self.kv, self._model_config)
+
+    def set_bits(self, bits: np.ndarray | int) -> None:
+        """Bring every linear-block to a width (one, or one for each row) now; later boundaries may change it again.
+
+        ValueError for an unsupported width; OutOfFrames when the arena cannot hold them.
+        """
+        self._collect()
+        # From the floor, so that no row's old table needs room beside its new one: a full arena has none.
+        self._runtime.set_bits(self.layout.floor_width)
+        self._runtime.set_bits(bits)
+
+    @contextmanager
+    def held_at(self, bits: np.ndarray | int) -> Iterator[None]:
+        """set_bits, and no boundary changes a width until the block is left."""
+        self.set_bits(bits)
+        self._runtime.pause()
+        try:
+            yield
+        finally:
+            self._runtime.resume()
+
+    def boundary(self, pending_frames: int = 0) -> None:
+        """Between two forwards; pending_frames is what the coming one will take for its keys and values."""
+        self._collect()
+        self._runtime.boundary(self.kv.blocks(pending_frames) if self.kv else 0)
+
+    def forward_cache(self, cache: object) -> ArenaCache | None:
+        """The cache if it lives in this model's arena, None for any other kind; ValueError for another model's."""
+        belongs_to = getattr(cache, "belongs_to", None)
+        if belongs_to is None:
+            return None
+        if self.kv is None or not belongs_to(self.kv):
+            raise ValueError("the cache lives in another model's arena; make one with this model's new_cache()")
+        return cache
+
+    def experts_for(self, layer_index: int) -> PagedExperts:
+        """The drop-in for one MoE layer."""
+        return PagedExperts(
+            self.layout.moe_layers[layer_index],
+            layer_index,
+            self.layout.first_row(layer_index),
+            self._runtime.tables,
+            self.stats,
+            self.slots,
+            frame_bytes=self.arena.frame_bytes,
+            widths=self.layout.widths,
+        )
+
+    def check(self) -> None:
+        """Assert the invariants of arena and page table."""
+        self._collect()
+        self._runtime.check()
+
+    def close(self) -> None:
+        """Finish what is in flight and give host memory back. Widths stay as they are; nothing can be moved or saved
+        afterwards."""
+        self._collect()
+        self._runtime.close()
+
+    def _collect(self) -> None:
+        if self.kv is not None:
+            self.kv.collect()
+
+
+def _engine(arena: Arena):
+    if arena.memory.device.type == "cuda":
+        from pagedweight.runtime.transfer_cuda import CudaEngine
+
+        return CudaEngine(arena)
+    return ImmediateEngine(arena)

@@ -1,0 +1,120 @@
+"""Expert weights on their way from a model or a checkpoint to host pages in the kernels' device order, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pagedweight.bitplane import dequantize, table_values
+from pagedweight.discovery import ExpertsModule
+from pagedweight.kernels.device_order import PlaneGeometry, from_device_order, plane_geometry, to_device_order
+from pagedweight.layout import BlockId, Layout, MoeLayer, PackedBlock, Projection
+from pagedweight.policy import Policy
+from pagedweight.quant.model import quantize_stack, sensitivity
+from pagedweight.runtime.pages import HostPages, PageSizes
+
+LEVELS = ("fast",)
+Importance = Mapping[BlockId, torch.Tensor]
+
+
+class QuantizedLayer(NamedTuple):
+    """One MoE layer's linear-blocks in row order, on the host. sensitivity: (2E, W) fp64, s_i^b of Eq. (2)."""
+
+    blocks: list[tuple[BlockId, PackedBlock]]
+    sensitivity: np.ndarray
+
+
+def lut_layout(moe_layers: Sequence[MoeLayer], widths: tuple[int, ...]) -> Layout:
+    """The layout with 16-bit tables at every width, which is what kernels read."""
+    return Layout(tuple(moe_layers), widths, dict.fromkeys(widths, "lut16"))
+
+
+def check_level(level: str) -> None:
+    if level not in LEVELS:
+        raise ValueError(f"level is {level!r}; the levels are {', '.join(LEVELS)}")
+
+
+def quantize_layer(
+    experts: ExpertsModule, widths: tuple[int, ...], importance: Importance | None = None, seed: int = 0
+) -> QuantizedLayer:
+    """Quantize a layer on its own device; importance by linear-block, ones where not given. Changes nothing."""
+    stacks = [_quantize_projection(experts, projection, widths, importance or {}, seed) for projection in Projection]
+    members = [member for pair in zip(*stacks, strict=True) for member in pair]
+    return QuantizedLayer([(block, packed) for block, packed, _ in members], np.stack([harm for _, _, harm in members]))
+
+
+def _quantize_projection(
+    experts: ExpertsModule, projection: Projection, widths: tuple[int, ...], importance: Importance, seed: int
+) -> list[tuple[BlockId, PackedBlock, np.ndarray]]:
+    weights = getattr(experts.module, ("gate_up_proj", "down_proj")[projection]).detach()
+    members = []
+    for expert, weight in enumerate(weights):
+        block = BlockId(experts.shape.layer, expert, projection)
+        stakes = importance.get(block)
+        stakes = None if stakes is None else stakes.to(weight.device)
+        packed = quantize_stack(
+            weight.unsqueeze(0),
+            widths,
+            importance=None if stakes is None else stakes.expand_as(weight).unsqueeze(0),
+            seed=seed,
+            names=[block],
+        )[0]
+        harm = sensitivity(weight, packed, stakes).cpu().numpy()
+        tables = {bits: table.cpu() for bits, table in packed.tables.items()}
+        members.append((block, PackedBlock(packed.planes.cpu(), tables, packed.columns), harm))
+    return members
+
+
+def weight_only_policy(layout: Layout, sensitivities: np.ndarray) -> Policy:
+    """A policy from the quantization error alone, (R, W); every expert of a layer counts as routed to equally."""
+    mass = np.array([1 / layer.experts for layer in layout.moe_layers for _ in range(2 * layer.experts)])
+    return Policy.from_sensitivity(layout, sensitivities / mass[:, None], mass)
+
+
+class PageStore:
+    """Host pages of a whole model, addressed by table row, and the geometry to convert them."""
+
+    def __init__(self, layout: Layout, frame_bytes: int, pinned_bytes: int | None) -> None:
+        self.layout = layout
+        self.geometries = [plane_geometry(n, k, frame_bytes) for n, k in layout.row_shapes()]
+        self.sizes = page_sizes(layout, self.geometries)
+        self.host = HostPages(self.sizes, pinned_bytes)
+
+    def store(self, block: BlockId, packed: PackedBlock) -> None:
+        """Keep every plane and table of a linear-block; tables of any codebook become 16-bit ones."""
+        row = self.layout.row(block)
+        for plane, page in enumerate(to_device_order(packed.planes, self.geometries[row])):
+            self.host.store(row, plane, page)
+        for bits in self.layout.widths:
+            self.host.store_table(row, bits, table_values(packed.tables[bits], bits).to(torch.float16))
+
+    def load(self, block: BlockId) -> PackedBlock:
+        """The linear-block as it was stored."""
+        row = self.layout.row(block)
+        geometry = self.geometries[row]
+        pages = torch.stack([self.host.page(row, plane) for plane in range(self.layout.parent_width)])
+        tables = {bits: self._table(row, bits, geometry) for bits in self.layout.widths}
+        return PackedBlock(from_device_order(pages, geometry), tables, geometry.columns)
+
+    def blocks(self) -> Iterator[tuple[BlockId, PackedBlock]]:
+        """Every linear-block in row order."""
+        for block in self.layout.blocks():
+            yield block, self.load(block)
+
+    def dense(self, layer: MoeLayer, projection: Projection, bits: int) -> torch.Tensor:
+        """(E, N, K) fp32 weights of one projection at a width."""
+        experts = range(layer.experts)
+        return torch.stack([dequantize(self.load(BlockId(layer.layer, e, projection)), bits) for e in experts])
+
+    def _table(self, row: int, bits: int, geometry: PlaneGeometry) -> torch.Tensor:
+        entries = geometry.rows << bits
+        return self.host.table(row, bits)[: 2 * entries].view(torch.float16).view(geometry.rows, -1).clone()
+
+
+def page_sizes(layout: Layout, geometries: Sequence[PlaneGeometry]) -> PageSizes:
+    """Frames of every page and table, given the cut of each row's planes."""
+    frames = np.array([geometry.frames for geometry in geometries], dtype=np.int64)
+    return PageSizes.of(layout, frames, geometries[0].frame_bytes)

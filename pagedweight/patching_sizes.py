@@ -1,0 +1,82 @@
+"""How large the arena and its frames must be, and whether a budget suffices, before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from pagedweight.integrations.kv_pool import SlabShape, block_frames
+from pagedweight.kernels.device_order import choose_frame_bytes, plane_geometry
+from pagedweight.layout import Layout
+from pagedweight.patching_pages import page_sizes
+from pagedweight.runtime.config import FRAME_ALIGNMENT_BYTES, RuntimeConfig
+
+KVLayers = list[tuple[SlabShape, SlabShape] | None]
+
+
+class Sizes(NamedTuple):
+    """arena_bytes: device bytes in whole frames. kv_layers: what each layer caches, empty when KV stays outside."""
+
+    arena_bytes: int
+    frame_bytes: int
+    kv_layers: KVLayers
+
+
+def choose_sizes(layout: Layout, config: RuntimeConfig, kv_layers: KVLayers) -> Sizes:
+    """The arena for a layout: the budget, or without one exactly what the parent width takes.
+
+    ValueError when the budget cannot hold every linear-block at the floor width and one KV block beside them.
+    """
+    frame_bytes = config.frame_bytes or _frame_bytes(layout, kv_layers)
+    geometries = [plane_geometry(n, k, frame_bytes) for n, k in layout.row_shapes()]
+    resident = page_sizes(layout, geometries).resident_bytes().sum(axis=0)
+    if config.budget_bytes is None:
+        return Sizes(int(resident[-1]), frame_bytes, [])
+    block = block_frames(kv_layers, frame_bytes, config.block_tokens) * frame_bytes
+    least = int(resident[0]) + block
+    if config.budget_bytes < least:
+        raise ValueError(
+            f"budget_bytes is {config.budget_bytes}; expert weights at {layout.floor_width} bits take {resident[0]} "
+            f"and one KV block of {config.block_tokens} tokens {block}, so give at least {least}"
+        )
+    return Sizes(config.budget_bytes // frame_bytes * frame_bytes, frame_bytes, kv_layers)
+
+
+def _frame_bytes(layout: Layout, kv_layers: KVLayers) -> int:
+    """Best for the planes, unless one token of K or V would not fit."""
+    tokens = [shape.token_bytes for pair in kv_layers if pair is not None for shape in pair]
+    token = -(-max(tokens, default=0) // FRAME_ALIGNMENT_BYTES) * FRAME_ALIGNMENT_BYTES
+    return max(choose_frame_bytes(layout.row_shapes()), token)
+
+
+def kv_layers_of(model: nn.Module, experts: Sequence[nn.Module]) -> KVLayers:
+    """What each layer of the model caches, from a forward over one token in which experts are passed by."""
+    from pagedweight.integrations.hf_cache import probe_shapes
+
+    if not hasattr(model, "config") or not hasattr(model, "generate"):
+        raise ValueError(
+            f"{type(model).__name__} is not a transformers model that generates, so its KV cache cannot share a "
+            "budget; patch it without budget_bytes"
+        )
+    with passed_by(experts):
+        return probe_shapes(model)
+
+
+@contextmanager
+def passed_by(experts: Sequence[nn.Module]) -> Iterator[None]:
+    """Experts return their input: shapes and caches of the rest are as ever, and weights need not be there."""
+    for module in experts:
+        module.forward = _first
+    try:
+        yield
+    finally:
+        for module in experts:
+            del module.forward
+
+
+def _first(hidden_states: torch.Tensor, *args: object) -> torch.Tensor:
+    return hidden_states
