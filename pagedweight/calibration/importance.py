@@ -1,0 +1,116 @@
+"""From running sums to each linear-block's importance, shrunk towards what its layer's experts have in common."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pagedweight.calibration.statistics import BlockSums, LayerSums, Statistics
+from pagedweight.layout import BlockId, Projection
+
+# An expert's own figures weigh as much as its layer's after this many routed tokens.
+PRIOR_TOKENS = 32
+POOLED_SHARE = 0.9  # of the layer's correlations in gate_up's second moment; the rest is its diagonal
+
+
+class Importance(NamedTuple):
+    """One projection of one layer. h_ij of Eq. (2) is stake * rows_i * columns_j, in nats per token and routing mass.
+
+    stake: fp64 (E,), sum_ij h_ij for routing mass 1. rows: fp32 (E, N), columns: fp32 (E, K), each summing to 1.
+    moments: the layer's BlockSums' second moments, read through `second_moment`.
+    counts: int64 (E,), tokens behind each expert's figures.
+    """
+
+    projection: Projection
+    stake: Tensor
+    rows: Tensor
+    columns: Tensor
+    moments: Tensor | None
+    counts: Tensor
+
+    def weights(self) -> Tensor:
+        """Importance for the quantizer, fp32 (E, 1, K): a row's codes do not depend on the row's own factor."""
+        return self.columns[:, None, :]
+
+    def second_moment(self, expert: int) -> Tensor:
+        """fp32 (K, K), symmetric, trace 1, diagonal `columns`: what row errors are weighed with beyond Eq. (2).
+
+        Without second moments it is the diagonal alone. gate_up takes its layer's correlations; down its own, shrunk
+        to the diagonal while the expert has seen few tokens beside K.
+        """
+        diagonal = self.columns[expert]
+        if self.moments is None:
+            return torch.diag(diagonal)
+        pooled = self.projection is Projection.GATE_UP
+        tokens = int(self.counts[expert])
+        share = POOLED_SHARE if pooled else tokens / (tokens + len(diagonal))
+        moment = self.moments[0 if pooled else expert]
+        scale = moment.diagonal().clamp_min(torch.finfo(torch.float32).tiny).rsqrt()
+        root = diagonal.sqrt()
+        mixed = share * (root * scale)[:, None] * moment * (root * scale)
+        mixed.diagonal().copy_(diagonal)
+        return mixed
+
+
+def routing_mass(layer: LayerSums) -> Tensor:
+    """Eq. (1), fp64 (E,): shares of the layer's routing weight that sum to 1.
+
+    Every expert is credited one average pair more than it got, so that an expert nobody reached still costs something.
+    """
+    mass = layer.mass + layer.mass.sum() / layer.counts.sum()
+    return mass / mass.sum()
+
+
+def layer_importance(statistics: Statistics, layer_index: int) -> tuple[Importance, Importance]:
+    """Importance of gate_up and of down in one layer, finite for every expert."""
+    layer = statistics.layers[layer_index]
+    return tuple(_importance(statistics, layer, projection) for projection in Projection)
+
+
+def _importance(statistics: Statistics, layer: LayerSums, projection: Projection) -> Importance:
+    sums = layer.blocks[projection]
+    trust = layer.counts / (layer.counts + PRIOR_TOKENS)
+    # The second-order loss change is half the Fisher quadratic form; over tokens it is per token.
+    own = 0.5 * sums.total / statistics.tokens
+    pooled = own.sum()  # the layer's shares of routing mass sum to 1
+    stake = trust * own / routing_mass(layer) + (1 - trust) * pooled
+    shared_rows, shared_columns = _shared_profiles(sums, projection)
+    return Importance(
+        projection,
+        stake,
+        _shrunk(sums.rows, shared_rows, trust).float(),
+        _shrunk(sums.columns, shared_columns, trust).float(),
+        sums.moment,
+        layer.counts,
+    )
+
+
+def _shared_profiles(sums: BlockSums, projection: Projection) -> tuple[Tensor, Tensor]:
+    """The (N,) row and (K,) column profiles that experts share: the hidden axis; intermediate channels are private."""
+    rows, columns = sums.rows.sum(0), sums.columns.sum(0)
+    if projection is Projection.GATE_UP:
+        return torch.ones_like(rows), columns
+    return rows, torch.ones_like(columns)
+
+
+def _shrunk(own: Tensor, shared: Tensor, trust: Tensor) -> Tensor:
+    """(E, X) profiles that sum to 1: own ones by trust (E,), the rest the shared one; uniform where nothing was."""
+    return trust[:, None] * _normalized(own) + (1 - trust[:, None]) * _normalized(shared[None])
+
+
+def _normalized(profile: Tensor) -> Tensor:
+    total = profile.sum(-1, keepdim=True)
+    return torch.where(total > 0, profile / torch.where(total > 0, total, 1.0), 1.0 / profile.shape[-1])
+
+
+def cold_blocks(statistics: Statistics, few_tokens: int = PRIOR_TOKENS) -> dict[BlockId, int]:
+    """Linear-blocks of experts that fewer than few_tokens tokens reached, with that number; they share figures."""
+    return {
+        BlockId(layer.shape.layer, expert, projection): count
+        for layer in statistics.layers
+        for expert, count in enumerate(layer.counts.tolist())
+        if count < few_tokens
+        for projection in Projection
+    }

@@ -1,0 +1,103 @@
+"""Sensitivity s_i^b (Eq. 2) of every linear-block at every width, in nats per token, and the Policy made of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pagedweight.bitplane import dequantize
+from pagedweight.calibration.importance import Importance, cold_blocks, layer_importance, routing_mass
+from pagedweight.calibration.statistics import Statistics
+from pagedweight.layout import BlockId, Layout, PackedBlock, Projection
+from pagedweight.policy import Policy
+
+FORMS = ("quadratic", "diagonal")
+
+
+class Sensitivity(NamedTuple):
+    """s_bar: float64 (R, W), nats per token if the block's expert had all of its layer's routing mass.
+
+    m_cal: float64 (R,), the routing mass calibration saw (Eq. 1); s_bar * m_cal is s_i^b. Every value is finite.
+    cold: linear-blocks of experts that few or no tokens reached, with that number; theirs are shared estimates.
+    """
+
+    s_bar: np.ndarray
+    m_cal: np.ndarray
+    cold: dict[BlockId, int]
+
+    def policy(self, layout: Layout) -> Policy:
+        """A policy that knows sensitivity alone."""
+        return Policy.from_sensitivity(layout, self.s_bar, self.m_cal)
+
+
+def measure_sensitivity(
+    layout: Layout,
+    experts: Sequence[nn.Module],
+    statistics: Statistics,
+    block: Callable[[BlockId], PackedBlock],
+    *,
+    form: str = "quadratic",
+) -> Sensitivity:
+    """Eq. (2) for every block and width. experts: the layout's layers' original modules. block: the packed blocks.
+
+    form: "diagonal" is Eq. (2) itself; "quadratic" adds the guided second moment's correlations, which matter once
+    codes were chosen with them (a diagonal then overrates the damage, unevenly over widths). Warns of cold experts.
+    """
+    if form not in FORMS:
+        raise ValueError(f"form is {form!r}; use {' or '.join(FORMS)}")
+    s_bar, m_cal = [], []
+    for layer_index, (shape, module) in enumerate(zip(layout.moe_layers, experts, strict=True)):
+        importances = layer_importance(statistics, layer_index)
+        mass = routing_mass(statistics.layers[layer_index]).tolist()
+        for expert in range(shape.experts):
+            for projection in Projection:
+                packed = block(BlockId(shape.layer, expert, projection))
+                weight = original_weight(module, expert, projection)
+                s_bar.append(block_sensitivity(weight, packed, importances[projection], expert, layout.widths, form))
+                m_cal.append(mass[expert])
+    cold = cold_blocks(statistics)
+    if cold:
+        experts_of = sorted({(block.layer, block.expert) for block in cold})
+        warnings.warn(
+            f"{len(experts_of)} experts saw too few calibration tokens for figures of their own and got their layer's: "
+            + ", ".join(f"layers.{layer}.experts.{expert}" for layer, expert in experts_of[:20])
+            + (", ..." if len(experts_of) > 20 else ""),
+            stacklevel=2,
+        )
+    return Sensitivity(np.array(s_bar), np.array(m_cal), cold)
+
+
+def original_weight(module: nn.Module, expert: int, projection: Projection) -> Tensor:
+    """(N, K) fp32 of one linear-block of a fused experts module."""
+    weights = module.gate_up_proj if projection is Projection.GATE_UP else module.down_proj
+    return weights[expert].detach().float()
+
+
+def block_sensitivity(
+    weight: Tensor,
+    packed: PackedBlock,
+    importance: Importance,
+    expert: int,
+    widths: Sequence[int],
+    form: str = "quadratic",
+) -> list[float]:
+    """s_bar of one linear-block at each width, from its original weight (N, K)."""
+    rows = importance.rows[expert]
+    metric = importance.second_moment(expert) if form == "quadratic" and importance.moments is not None else None
+    stake = float(importance.stake[expert])
+    return [stake * _weighed(_error(weight, packed, bits), rows, importance.columns[expert], metric) for bits in widths]
+
+
+def _error(weight: Tensor, packed: PackedBlock, bits: int) -> Tensor:
+    return weight - dequantize(packed, bits).to(weight.device)
+
+
+def _weighed(error: Tensor, rows: Tensor, columns: Tensor, metric: Tensor | None) -> float:
+    """sum_i rows_i e_i M e_i^T with M the metric (K, K), or diag(columns) where there is none."""
+    squares = error.square() @ columns if metric is None else ((error @ metric) * error).sum(1)
+    return max(0.0, float(torch.dot(rows.double(), squares.double())))
