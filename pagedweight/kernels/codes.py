@@ -6,6 +6,7 @@ Plain Triton only, so it runs on every backend and in the interpreter. Columns a
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -45,21 +46,15 @@ def position_of(column, K: tl.constexpr):
 
 
 @triton.jit
-def load_words(plane_ptr, rows, mask_rows, word, K: tl.constexpr, ROWS_PER_FRAME: tl.constexpr):
-    """(BLOCK_N, WORDS) int32: words `word` of rows `rows` of one plane, zero where masked.
-
-    plane_ptr: to the plane's F frame addresses. The frame of a row does not depend on the word.
-    """
+def word_offset(rows, word, K: tl.constexpr, ROWS_PER_FRAME: tl.constexpr):
+    """(BLOCK_N, WORDS) where words `word` of rows `rows` lie in their frame, in words; the same for every plane."""
     FULL: tl.constexpr = K // 512
     TAIL: tl.constexpr = ((K % 512 + 63) // 64) * 2
-    address = tl.load(plane_ptr + rows // ROWS_PER_FRAME, mask=mask_rows, other=0)
     block = word // 16
     block_words = tl.where(block < FULL, 16, TAIL)
-    row_in_frame = (rows % ROWS_PER_FRAME)[:, None]
-    offset = (block * (16 * ROWS_PER_FRAME) + word % 16)[None, :] + row_in_frame * block_words[None, :]
-    words = address.to(tl.pointer_type(tl.int32))[:, None] + offset
-    mask = mask_rows[:, None] & (word < 16 * FULL + TAIL)[None, :]
-    return tl.load(words, mask=mask, other=0)
+    return (block * (16 * ROWS_PER_FRAME) + word % 16)[None, :] + (rows % ROWS_PER_FRAME)[:, None] * block_words[
+        None, :
+    ]
 
 
 @triton.jit
@@ -81,21 +76,28 @@ def load_weights(
     frames_ptr: the linear-block's addresses [P, frames]; only the first `width` planes are read.
     table_ptr: to its fp16 table [N, 2^width].
     """
+    STORED_WORDS: tl.constexpr = (K + 63) // 64 * 2
     PADDED: tl.constexpr = K % 64 != 0
     word = first_word + tl.arange(0, WORDS)
     bit = tl.arange(0, 32)
+    offset = word_offset(rows, word, K, ROWS_PER_FRAME)
+    mask = mask_rows[:, None] & (word < STORED_WORDS)[None, :]
     code = tl.zeros((BLOCK_N, WORDS, 32), tl.int32)
+    address_ptr = frames_ptr + rows // ROWS_PER_FRAME
     for plane in range(0, width):
-        words = load_words(frames_ptr + plane * frames, rows, mask_rows, word, K, ROWS_PER_FRAME)
+        address = tl.load(address_ptr + plane * frames, mask=mask_rows, other=0)
+        words = tl.load(address.to(tl.pointer_type(tl.int32))[:, None] + offset, mask=mask, other=0)
         code = code * 2 + ((words[:, :, None] >> bit[None, None, :]) & 1)
-    mask = (mask_rows[:, None] & (word < (K + 63) // 64 * 2)[None, :])[:, :, None]
     if PADDED:
         # Padding bits may be anything, and what they name in the table need not be finite.
-        position = word[:, None] * 32 + bit[None, :]
-        mask = mask & (column_at(position, K) < K)[None, :, :]
+        inside = column_at(word[:, None] * 32 + bit[None, :], K) < K
+        mask_entry = mask[:, :, None] & inside[None, :, :]
     else:
-        mask = tl.broadcast_to(mask, (BLOCK_N, WORDS, 32))
-    value = tl.load(table_ptr + (rows << width)[:, None, None] + code, mask=mask, other=0.0)
+        mask_entry = tl.broadcast_to(mask[:, :, None], (BLOCK_N, WORDS, 32))
+    # Lanes must run along a row, whose table is one or two cache lines. Nothing makes the compiler order them so but a
+    # claim of contiguity; with the table's alignment unknown it can't join loads on the strength of it.
+    entry = tl.max_contiguous((rows << width)[:, None, None] + code, (1, 2, 4))
+    value = tl.load(table_ptr + entry, mask=mask_entry, other=0.0)
     return tl.reshape(value, (BLOCK_N, 32 * WORDS))
 
 
@@ -133,3 +135,11 @@ def add_product(
         )
         acc = tl.dot(x.to(OPERAND), tl.trans(weights.to(OPERAND)), acc, input_precision="ieee")
     return acc
+
+
+def operand_type(dtype: torch.dtype) -> tl.dtype:
+    """What add_product multiplies: the inputs' own type, or fp32 for bf16 in the interpreter."""
+    if dtype is torch.bfloat16 and not isinstance(add_product, triton.JITFunction):
+        # The interpreter would multiply the bit patterns.
+        return tl.float32
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]

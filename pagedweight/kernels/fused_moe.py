@@ -5,7 +5,6 @@ Grids and scratch depend on shapes alone; widths and addresses are read on the d
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,40 +12,21 @@ import triton
 import triton.language as tl
 
 from pagedweight.kernels.checks import check_arguments
-from pagedweight.kernels.codes import add_product, column_at, position_of
+from pagedweight.kernels.codes import add_product, operand_type, position_of
 from pagedweight.kernels.device_order import PlaneGeometry, plane_geometry
 from pagedweight.kernels.gates import gate_activation
-from pagedweight.kernels.launch import LaunchConfig, choose
+from pagedweight.kernels.launch import LaunchConfig, choose, device_guard, shared_limit
+from pagedweight.kernels.permute import launch_permute
 from pagedweight.kernels.routing import Grouping, launch_group, launch_routing
+from pagedweight.kernels.weighted_sum import launch_weighted_sum
 from pagedweight.layout import BlockTables, RoutingStats
 
 # Bounds the scratch of long prompts: 2^16 pairs of 4096 fp32 outputs are 1 GiB.
 PAIRS_PER_LAUNCH = 1 << 16
 
-# The interpreter computes on the bits of bf16; there every operand is converted first.
-INTERPRETED_SHARED_LIMIT = 1 << 40
 
-
-@triton.jit
-def _permute_kernel(
-    x_ptr, stored_ptr, norms_ptr, stride_xt, stride_xk, stride_st, K: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One program: one token. Grid (T,). Writes its inputs in stored order (zero at padding) and its 2-norm."""
-    STORED: tl.constexpr = (K + 63) // 64 * 64
-    token = tl.program_id(0).to(tl.int64)
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, STORED, BLOCK):
-        position = first + tl.arange(0, BLOCK)
-        column = column_at(position, K)
-        inside = position < STORED
-        x = tl.load(x_ptr + token * stride_xt + column * stride_xk, mask=inside & (column < K), other=0.0)
-        tl.store(stored_ptr + token * stride_st + position, x, mask=inside)
-        x = x.to(tl.float32)
-        squares += x * x
-    tl.store(norms_ptr + token, tl.sqrt(tl.sum(squares, 0)))
-
-
-@triton.jit
+# first_row differs from layer to layer; specialising on it would compile a kernel per layer.
+@triton.jit(do_not_specialize=["first_row"])
 def _gate_up_kernel(
     x_ptr,
     inner_ptr,
@@ -118,7 +98,7 @@ def _gate_up_kernel(
         tl.store(squares_ptr + pair * tl.num_programs(1) + tl.program_id(1), square, mask=mask_m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row"])
 def _down_kernel(
     inner_ptr,
     y_ptr,
@@ -174,38 +154,6 @@ def _down_kernel(
         tl.store(y_ptr + pair[:, None] * H + column[None, :], acc, mask=mask_m[:, None] & (column < H)[None, :])
 
 
-@triton.jit
-def _weighted_sum_kernel(
-    y_ptr,
-    ids_ptr,
-    weights_ptr,
-    out_ptr,
-    per_token,
-    experts,
-    stride_it,
-    stride_ia,
-    stride_wt,
-    stride_wa,
-    stride_ot,
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program: one token x BLOCK outputs. Grid (T, H / BLOCK). out[t] = sum_a w[t, a] y[t, a], a in order.
-
-    Choices with an id outside [0, E) are left out: their y was never written.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < H
-    total = tl.zeros((BLOCK,), tl.float32)
-    for choice in range(0, per_token):
-        expert = tl.load(ids_ptr + token * stride_it + choice * stride_ia)
-        if (expert >= 0) & (expert < experts):
-            weight = tl.load(weights_ptr + token * stride_wt + choice * stride_wa).to(tl.float32)
-            total += weight * tl.load(y_ptr + (token * per_token + choice) * H + column, mask=inside, other=0.0)
-    tl.store(out_ptr + token * stride_ot + column, total.to(out_ptr.dtype.element_ty), mask=inside)
-
-
 @dataclass(frozen=True, slots=True)
 class _Launch:
     """What the launches of one batch share."""
@@ -215,9 +163,6 @@ class _Launch:
     config: LaunchConfig
     operand: tl.dtype
     first_row: int
-
-    def tiles(self) -> int:
-        return self.grouping.tile_expert.numel()
 
     def arguments(self, geometry: PlaneGeometry) -> dict[str, object]:
         return {
@@ -315,26 +260,8 @@ def _launch_part(
     stored, norms = launch_permute(x)
     inner, squares = _launch_gate_up(stored, launch, gate_up, intermediate, activation, expert_ids.numel())
     y = _launch_down(inner, launch, down, expert_ids.numel())
-    _launch_weighted_sum(y, expert_ids, expert_weights, out, experts)
+    launch_weighted_sum(y, expert_ids, expert_weights, out, experts)
     launch_routing(expert_weights, token_slot, grouping, norms, squares, stats, layer_index)
-
-
-def launch_permute(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(T, H) inputs in stored order, (T, 32 * words), zero at padding; and their fp32 2-norms (T,)."""
-    tokens, columns = x.shape
-    stored = x.new_empty(tokens, -(-columns // 64) * 64)
-    norms = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    _permute_kernel[(tokens,)](
-        x_ptr=x,
-        stored_ptr=stored,
-        norms_ptr=norms,
-        stride_xt=x.stride(0),
-        stride_xk=x.stride(1),
-        stride_st=stored.stride(0),
-        K=columns,
-        BLOCK=min(1024, triton.next_power_of_2(stored.shape[1])),
-    )
-    return stored, norms
 
 
 def _launch_gate_up(
@@ -344,7 +271,7 @@ def _launch_gate_up(
     column_tiles = triton.cdiv(intermediate, launch.config.block_n // 2)
     inner = stored.new_empty(pairs, -(-intermediate // 64) * 64)
     squares = torch.empty(pairs, column_tiles, dtype=torch.float32, device=stored.device)
-    _gate_up_kernel[(launch.tiles(), column_tiles)](
+    _gate_up_kernel[(len(launch.grouping.tile_expert), column_tiles)](
         x_ptr=stored,
         inner_ptr=inner,
         squares_ptr=squares,
@@ -362,7 +289,7 @@ def _launch_gate_up(
 def _launch_down(inner: torch.Tensor, launch: _Launch, geometry: PlaneGeometry, pairs: int) -> torch.Tensor:
     """(pairs, H) fp32 outputs, not yet weighted; rows of pairs without an expert are unwritten."""
     y = torch.empty(pairs, geometry.rows, dtype=torch.float32, device=inner.device)
-    _down_kernel[(launch.tiles(), triton.cdiv(geometry.rows, launch.config.block_n))](
+    _down_kernel[(len(launch.grouping.tile_expert), triton.cdiv(geometry.rows, launch.config.block_n))](
         inner_ptr=inner,
         y_ptr=y,
         stride_ht=inner.stride(0),
@@ -371,45 +298,3 @@ def _launch_down(inner: torch.Tensor, launch: _Launch, geometry: PlaneGeometry, 
         **launch.arguments(geometry),
     )
     return y
-
-
-def _launch_weighted_sum(
-    y: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor, out: torch.Tensor, experts: int
-) -> None:
-    tokens, hidden = out.shape
-    block = min(1024, triton.next_power_of_2(hidden))
-    _weighted_sum_kernel[(tokens, triton.cdiv(hidden, block))](
-        y_ptr=y,
-        ids_ptr=expert_ids,
-        weights_ptr=expert_weights,
-        out_ptr=out,
-        per_token=expert_ids.shape[1],
-        experts=experts,
-        stride_it=expert_ids.stride(0),
-        stride_ia=expert_ids.stride(1),
-        stride_wt=expert_weights.stride(0),
-        stride_wa=expert_weights.stride(1),
-        stride_ot=out.stride(0),
-        H=hidden,
-        BLOCK=block,
-    )
-
-
-def operand_type(dtype: torch.dtype) -> tl.dtype:
-    """What the products are computed on: the inputs' own type, or fp32 for bf16 in the interpreter."""
-    if dtype is torch.bfloat16 and not isinstance(_down_kernel, triton.JITFunction):
-        # The interpreter would multiply the bit patterns.
-        return tl.float32
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
-
-
-def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that one program may use."""
-    if device.type != "cuda":
-        return INTERPRETED_SHARED_LIMIT
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
-def device_guard(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device; make that the tensors' own."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+
+import torch
+
+# Where kernels are interpreted, nothing limits a program.
+INTERPRETED_SHARED_BYTES = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +67,15 @@ def choose(experts: int, pairs: int, element_bytes: int, shared_limit: int) -> L
         f"the device allows {shared_limit} bytes of shared memory per program; the smallest launch needs "
         f"{shared_bytes(config, element_bytes)}"
     )
+
+
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use."""
+    if device.type != "cuda":
+        return INTERPRETED_SHARED_BYTES
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def device_guard(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device; make that the tensors' own."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -27,7 +27,8 @@ class Grouping(NamedTuple):
     tile_first: torch.Tensor
 
 
-@triton.jit
+# Sizes that change from batch to batch must not compile a kernel each.
+@triton.jit(do_not_specialize=["n_pairs", "tiles"])
 def _group_kernel(
     ids_ptr,
     pairs_ptr,
@@ -87,7 +88,7 @@ def _is_finite(value):
     return (value == value) & (tl.abs(value) != float("inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer_index", "layers"])
 def _routing_kernel(
     weights_ptr,
     slot_ptr,
@@ -115,6 +116,10 @@ def _routing_kernel(
     """
     expert = tl.program_id(0)
     slot = tl.program_id(1)
+    first = tl.load(first_ptr + expert)
+    last = tl.load(last_ptr + expert)
+    if first == last:
+        return
     lane = tl.arange(0, BLOCK)
     tile = tl.arange(0, SQUARE_TILES)
     mass = tl.zeros((BLOCK,), tl.float32)
@@ -125,8 +130,7 @@ def _routing_kernel(
     down_sum = tl.zeros((BLOCK,), tl.float32)
     down_square = tl.zeros((BLOCK,), tl.float32)
     down_max = tl.zeros((BLOCK,), tl.float32)
-    last = tl.load(last_ptr + expert)
-    for start in range(tl.load(first_ptr + expert), last, BLOCK):
+    for start in range(first, last, BLOCK):
         inside = start + lane < last
         pair = tl.load(pairs_ptr + start + lane, mask=inside, other=0)
         token = (pair // per_token).to(tl.int64)
