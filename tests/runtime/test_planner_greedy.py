@@ -1,0 +1,88 @@
+"""The greedy over hull segments: within a hair of the exact optimum, which a MILP solver finds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+from pagedweight.runtime.planner import Queue, plan_step
+from pagedweight.runtime.planner_greedy import argsort_by, hull_steps
+from pagedweight.runtime.planner_scores import score_actions
+from tests.runtime.planner_support import parent_problem
+
+
+def least_damage(released: np.ndarray, damage: np.ndarray, target: int) -> float:
+    """Exact: each row takes one width; the bytes released reach the target; (W, R) arrays by width."""
+    widths, rows = np.nonzero(released >= 0)
+    cost, gained = damage[widths, rows], released[widths, rows]
+    unit, smallest = np.gcd.reduce(gained.astype(np.int64)), cost[cost > 0].min()
+    each_row_once = coo_array((np.ones(len(rows)), (rows, np.arange(len(rows)))))
+    answer = milp(
+        cost / smallest,
+        constraints=[
+            LinearConstraint(each_row_once, 1, 1),
+            LinearConstraint(gained[None] // unit, -(-target // unit), np.inf),
+        ],
+        integrality=np.ones(len(rows)),
+        bounds=Bounds(0, 1),
+        options={"mip_rel_gap": 1e-6},
+    )
+    assert answer.success
+    return answer.fun * smallest
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize(
+    "experts",
+    [
+        (2,),  # 4 rows: the last step is most of the plan
+        (4, 4),
+        (16, 16),
+        (60, 60),  # as many experts as Qwen1.5-MoE, two layers
+    ],
+)
+def test_the_gap_to_the_optimum_is_below_a_hundredth(experts: tuple[int, ...], share: float) -> None:
+    for seed in range(2):
+        problem = parent_problem(experts, (2, 3, 4, 5, 6), seed)
+        scores = score_actions(problem.table, problem.observation, problem.policy)
+        scores.damage[-1] = 0.0
+        target = int(share * (problem.held_bytes() - problem.floor_bytes()))
+        _, plan = plan_step(problem.table, problem.under_pressure(target), problem.policy, Queue())
+        exact = least_damage(scores.released, scores.damage, target)
+        assert plan.damage <= 1.01 * exact
+        assert plan.damage >= 0.999 * exact, "better than the optimum: the two do not solve the same problem"
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 2**32 - 1))
+def test_steps_are_each_rows_lower_hull(seed: int) -> None:
+    """Within a row steps get dearer, follow each other, and no width lies below the line of any step."""
+    rng = np.random.default_rng(seed)
+    widths, rows = rng.integers(2, 7), 5
+    bytes_ = np.cumsum(rng.integers(1, 5, (widths, rows)), axis=0)[::-1].astype(float)
+    bytes_ -= bytes_[-1]
+    damage = np.concatenate([rng.random((widths - 1, rows)), np.zeros((1, rows))])
+    start = np.full(rows, widths - 1)
+    steps = hull_steps(bytes_, damage, start, np.arange(widths)[::-1])
+    gained, added = np.diff(steps.bytes, prepend=0), np.diff(steps.damage, prepend=0)
+    assert (np.diff(added / gained) >= -1e-9).all()
+    for row in range(rows):
+        own = steps.row == row
+        assert steps.origin[own].tolist() == [widths - 1, *steps.to[own][:-1].tolist()]
+        assert steps.to[own][-1] == 0
+        for origin, slope in zip(steps.origin[own], (added / gained)[own], strict=True):
+            line = damage[origin, row] + slope * (bytes_[:, row] - bytes_[origin, row])
+            assert (damage[:, row] >= line - 1e-9).all()
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 3), max_size=30))
+def test_equal_keys_are_ordered_by_row(keys: list[int]) -> None:
+    rng = np.random.default_rng(len(keys))
+    row = rng.integers(0, 5, len(keys))
+    order = argsort_by(np.array(keys, dtype=float), row)
+    assert order.tolist() == sorted(range(len(keys)), key=lambda i: (keys[i], row[i], i))
