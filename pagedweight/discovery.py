@@ -29,15 +29,31 @@ FLAGS = {
 
 
 class ExpertsModule(NamedTuple):
-    """One MoE layer's experts where they stand in the model: path is the module's name, shape.layer its own number."""
+    """One MoE layer's experts where they stand in the model.
+
+    path: the module's name in the model. shape.layer: the model's own layer number. dtype, trainable: of its weights.
+    """
 
     path: str
     module: nn.Module
     shape: MoeLayer
+    dtype: torch.dtype
+    trainable: bool
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.module.down_proj.dtype
+    def has_weights(self) -> bool:
+        return getattr(self.module, "down_proj", None) is not None
+
+    def drop_weights(self) -> None:
+        """Let go of the weights; the rest of the module stays, so that weights can be put back."""
+        for name in PARAMETERS:
+            if getattr(self.module, name, None) is not None:
+                delattr(self.module, name)
+
+    def put_weights(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        """New weights (E, 2I, H) and (E, H, I), in the dtype of the old ones."""
+        for name, weight in zip(PARAMETERS, (gate_up, down), strict=True):
+            self.module.register_parameter(name, nn.Parameter(weight.to(self.dtype), requires_grad=self.trainable))
 
 
 def find_experts(model: nn.Module, *, on_meta: bool = False) -> list[ExpertsModule]:
@@ -88,8 +104,8 @@ def describe(path: str, module: nn.Module) -> ExpertsModule:
             f"{path} has gate_up_proj {tuple(gate_up.shape)}, down_proj {tuple(down.shape)} and "
             f"num_experts {module.num_experts}; wanted (E, 2I, H) and (E, H, I)"
         )
-    layer = layer_number(path)
-    return ExpertsModule(path, module, MoeLayer(layer, experts, hidden, intermediate, activation(path, module)))
+    shape = MoeLayer(layer_number(path), experts, hidden, intermediate, activation(path, module))
+    return ExpertsModule(path, module, shape, down.dtype, down.requires_grad)
 
 
 def layer_number(path: str) -> int:
@@ -130,7 +146,7 @@ def refuse_wrappers(model: nn.Module) -> None:
 
 def refuse_absent_weights(found: list[ExpertsModule]) -> None:
     """ValueError when a weight is on the meta device, offloaded, or on another device than the rest."""
-    for path, module, _ in found:
+    for path, module, *_ in found:
         if hasattr(module, "_hf_hook") and getattr(module._hf_hook, "offload", False):
             raise ValueError(f"{path} is offloaded to CPU or disk by accelerate; load the model on one device")
         for name in PARAMETERS:
@@ -138,7 +154,7 @@ def refuse_absent_weights(found: list[ExpertsModule]) -> None:
                 raise ValueError(
                     f"{path}.{name} is on the meta device and has no data; load the model's weights before patching"
                 )
-    devices = {str(getattr(module, name).device) for _, module, _ in found for name in PARAMETERS}
+    devices = {str(getattr(experts.module, name).device) for experts in found for name in PARAMETERS}
     if len(devices) > 1:
         raise ValueError(f"expert weights are spread over {', '.join(sorted(devices))}; load the model on one device")
 

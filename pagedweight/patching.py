@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from pagedweight.checkpoint import FOLDER, Checkpoint
-from pagedweight.discovery import PARAMETERS, ExpertsModule, find_experts
+from pagedweight.discovery import ExpertsModule, find_experts
 from pagedweight.integrations.hf_hooks import add_boundary_hook
 from pagedweight.layout import Layout, Projection
 from pagedweight.patching_model import PagedModel
@@ -24,20 +24,10 @@ from pagedweight.runtime.config import RuntimeConfig
 WIDTHS = (2, 3, 4, 5, 6)
 
 
-class Original(NamedTuple):
-    """The module that paged experts stand in for. weights: whether it still has its own."""
-
-    path: str
-    module: nn.Module
-    dtype: torch.dtype
-    trainable: bool
-    weights: bool
-
-
 class Patched(NamedTuple):
     """What unpatch needs."""
 
-    originals: list[Original]
+    originals: list[ExpertsModule]
     hook: RemovableHandle
 
 
@@ -56,6 +46,7 @@ def patch(
     config: without budget_bytes everything stays at the parent width and the KV cache stays outside.
     keep_original: keep the dense weights for an exact unpatch(); otherwise each layer's are dropped as it is quantized.
     ValueError (or CheckpointError) when the model, the checkpoint or the budget will not do; the model is unchanged.
+    When quantizing itself fails half-way, layers that had lost their dense weights get their parent-width ones back.
     """
     config = config or RuntimeConfig()
     if hasattr(model, "pagedweight"):
@@ -72,56 +63,58 @@ def assemble(
     policy: Policy | None,
     config: RuntimeConfig,
     keep_original: bool = False,
-    dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Build the runtime for the experts that were found and put it in their place; dtype: of weights not loaded."""
+    """Build the runtime for the experts that were found and put it in their place."""
     with torch.inference_mode(False), torch.no_grad():
         opened = None if checkpoint is None else Checkpoint.open(checkpoint)
-        shapes = tuple(experts.shape for experts in found)
-        layout = lut_layout(shapes, WIDTHS if opened is None else opened.layout.widths)
+        layout = lut_layout([e.shape for e in found], WIDTHS if opened is None else opened.layout.widths)
         if opened is not None:
             check_same_layers(layout, opened.layout)
             policy = policy or Policy.load(Path(checkpoint) / FOLDER)
         if policy is not None:
             policy.check_layout(layout)
-        kv_layers = kv_layers_of(model, [e.module for e in found]) if config.budget_bytes is not None else []
-        sizes = choose_sizes(layout, config, kv_layers)
+        in_place = [model.get_submodule(e.path) for e in found]
+        sizes = choose_sizes(layout, config, kv_layers_of(model, in_place) if config.budget_bytes is not None else [])
         store = PageStore(layout, sizes.frame_bytes, config.host_pinned_bytes if device.type == "cuda" else 0)
-        originals = [describe_original(experts, keep_original, dtype) for experts in found]
-        if opened is not None:
-            for block in layout.blocks():
-                store.store(block, opened.block(block))
-            drop_weights(originals)
-        else:
-            measured = quantize_into(store, found, originals)
-            policy = policy or weight_only_policy(layout, measured)
+        done: list[ExpertsModule] = []
         try:
+            if opened is None:
+                measured = quantize_into(store, found, done, keep_original)
+                policy = policy or weight_only_policy(layout, measured)
+            else:
+                read_into(store, opened, found, done, keep_original)
             paged = PagedModel(store, sizes, policy, config, device, getattr(model, "config", None))
         except BaseException:
-            restore_weights(store, originals, device)
+            restore_weights(store, done, device)
             raise
-        install(model, paged, originals)
+        install(model, paged, found)
     return model
 
 
-def quantize_into(store: PageStore, found: list[ExpertsModule], originals: list[Original]) -> np.ndarray:
-    """Quantize layer by layer, dropping each layer's dense weights unless they are kept; returns s_i^b, (R, W).
-
-    When a layer fails, the layers before it get back what they were quantized to at the parent width.
-    """
+def quantize_into(store: PageStore, found: list[ExpertsModule], done: list[ExpertsModule], keep: bool) -> np.ndarray:
+    """Quantize layer by layer, dropping each layer's dense weights unless they are kept; returns s_i^b, (R, W)."""
     measured = []
-    device = found[0].module.down_proj.device
-    for index, experts in enumerate(found):
-        try:
-            layer = quantize_layer(experts, store.layout.widths)
-            for block, packed in layer.blocks:
-                store.store(block, packed)
-        except BaseException:
-            restore_weights(store, originals[:index], device)
-            raise
+    for experts in found:
+        layer = quantize_layer(experts, store.layout.widths)
+        for block, packed in layer.blocks:
+            store.store(block, packed)
         measured.append(layer.sensitivity)
-        drop_weights(originals[index : index + 1])
+        done.append(experts)
+        if not keep:
+            experts.drop_weights()
     return np.concatenate(measured)
+
+
+def read_into(
+    store: PageStore, opened: Checkpoint, found: list[ExpertsModule], done: list[ExpertsModule], keep: bool
+) -> None:
+    """Read every page, then drop the dense weights unless they are kept."""
+    for block in store.layout.blocks():
+        store.store(block, opened.block(block))
+    done.extend(found)
+    if not keep:
+        for experts in found:
+            experts.drop_weights()
 
 
 def check_same_layers(model: Layout, checkpoint: Layout) -> None:
@@ -134,41 +127,29 @@ def check_same_layers(model: Layout, checkpoint: Layout) -> None:
         )
 
 
-def describe_original(experts: ExpertsModule, keep: bool, dtype: torch.dtype | None) -> Original:
-    down = getattr(experts.module, "down_proj", None)
-    if down is None:
-        return Original(experts.path, experts.module, dtype, True, False)
-    return Original(experts.path, experts.module, down.dtype, down.requires_grad, keep)
-
-
-def drop_weights(originals: Sequence[Original]) -> None:
-    """Let go of dense weights that are not to be kept; the modules stay, for unpatch."""
-    for original in originals:
-        if not original.weights:
-            for name in PARAMETERS:
-                if getattr(original.module, name, None) is not None:
-                    delattr(original.module, name)
-
-
-def restore_weights(store: PageStore, originals: Sequence[Original], device: torch.device) -> None:
+def restore_weights(store: PageStore, originals: Sequence[ExpertsModule], device: torch.device) -> None:
     """Give modules that lost their weights the parent-width ones."""
-    by_layer = {original.path: layer for original, layer in zip(originals, store.layout.moe_layers, strict=False)}
-    for original in originals:
-        for name, projection in zip(PARAMETERS, Projection, strict=True):
-            if getattr(original.module, name, None) is None:
-                dense = store.dense(by_layer[original.path], projection, store.layout.parent_width)
-                weight = nn.Parameter(dense.to(device, original.dtype), requires_grad=original.trainable)
-                original.module.register_parameter(name, weight)
+    for experts in originals:
+        if not experts.has_weights:
+            dense = [store.dense(experts.shape, projection, store.layout.parent_width) for projection in Projection]
+            experts.put_weights(*(weight.to(device) for weight in dense))
 
 
-def install(model: nn.Module, paged: PagedModel, originals: list[Original]) -> None:
+def install(model: nn.Module, paged: PagedModel, originals: list[ExpertsModule]) -> None:
     """Put the paged experts in place and hook the boundary to the model's forward."""
     for index, original in enumerate(originals):
         model.set_submodule(original.path, paged.experts_for(index))
     if getattr(model, "_compiled_call", None) is not None:
         model._compiled_call = None  # compiled with the dense experts
-    paged.patched = Patched(originals, add_boundary_hook(model, paged))
     model.pagedweight = paged
+    model.pagedweight_patched = Patched(originals, add_boundary_hook(model, paged))
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = refuse_to_save
+
+
+def refuse_to_save(*args: object, **kwargs: object) -> NoReturn:
+    """Stands in for save_pretrained, which would leave the experts out without a word."""
+    raise ValueError("save_pretrained would leave out the paged experts; use pagedweight.save(model, directory)")
 
 
 def unpatch(model: nn.Module) -> nn.Module:
@@ -177,11 +158,12 @@ def unpatch(model: nn.Module) -> nn.Module:
     if not isinstance(paged, PagedModel):
         raise ValueError(f"this {type(model).__name__} is not patched")
     with torch.inference_mode(False), torch.no_grad():
-        originals, hook = paged.patched
+        originals, hook = model.pagedweight_patched
         restore_weights(paged.store, originals, paged.arena.memory.device)
-        for original in originals:
-            model.set_submodule(original.path, original.module)
+        for experts in originals:
+            model.set_submodule(experts.path, experts.module)
         hook.remove()
         paged.close()
-        del model.pagedweight
+        del model.pagedweight, model.pagedweight_patched
+        model.__dict__.pop("save_pretrained", None)
     return model
