@@ -51,9 +51,9 @@ def fused_moe(
     Returns (T, H) in x.dtype. Raises ValueError when the arguments do not fit each other.
     """
     # Not at the top: without Triton (no wheel for the platform) everything but this launch must work.
-    from pagedweight.kernels.regimes import launch
+    from pagedweight.kernels.regimes import choose_regime
 
-    return launch(
+    return choose_regime(x)(
         x,
         expert_ids,
         expert_weights,
