@@ -12,6 +12,7 @@ from torch import Tensor
 from pagedweight.bitplane import CUBIC_MIN_WIDTH, LUT8_MAX_WIDTH, LUT8_ZERO
 from pagedweight.layout import CODEBOOKS
 
+SMOOTH_CODEBOOKS = ("cubic", "affine")  # formulas: a code's value cannot move without the others'
 FP16_MAX = torch.finfo(torch.float16).max
 RIDGE = 1e-9  # relative to the system's mean diagonal: rows with fewer codes than coefficients stay solvable
 LUT8_LEVELS = 63  # bytes 1..127 around 64

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from pagedweight.bitplane import dequantize, pack_codes
 from pagedweight.layout import PackedBlock, normalized_widths
-from pagedweight.quant.codebooks import FP16_MAX, check_codebook, fit_table
-from pagedweight.quant.kmeans import cluster_rows, fill_empty
+from pagedweight.quant.codebooks import FP16_MAX, SMOOTH_CODEBOOKS, check_codebook, fit_table
+from pagedweight.quant.kmeans import cluster_rows
+from pagedweight.quant.sorted_rows import fill_empty
 
 # On trained rows a 3-bit seed loses 4 to 8 % against a 2-bit one at 2 bits, and wins 5 to 11 % at 3, 3 to 6 % at 4
 # and 0 to 6 % at 5 bits.
 SEED_WIDTH = 3
-CHUNK_WEIGHTS = {"cpu": 1 << 15, "cuda": 1 << 24}  # weights in flight: the working set is about 250 bytes for each
+CHUNK_WEIGHTS = {"cpu": 1 << 15, "cuda": 1 << 22}  # weights in flight: the working set is about 250 bytes for each
 
 
 class _Fitted(NamedTuple):
@@ -92,11 +93,16 @@ def _check(weight: Tensor, importance: Tensor, name: object) -> None:
         raise ValueError(f"the importance of {name} holds NaN, infinite or negative values; give finite values >= 0")
 
 
+def _seed_width(codebooks: Mapping[int, str]) -> int:
+    smooth = [bits for bits, codebook in codebooks.items() if codebook in SMOOTH_CODEBOOKS]
+    return min(SEED_WIDTH, max(smooth, default=max(codebooks)))
+
+
 def _fit_rows(values: Tensor, importance: Tensor, codebooks: Mapping[int, str]) -> _Fitted:
     parent_width = max(codebooks)
     scale = values.abs().amax(1, keepdim=True)
     scale = torch.where(scale > 0, scale, 1.0)
-    clusters = cluster_rows(values / scale, importance, min(SEED_WIDTH, parent_width), parent_width)
+    clusters = cluster_rows(values / scale, importance, codebooks, _seed_width(codebooks))
     tables = {}
     weights, means = clusters.weights, clusters.means
     for bits in range(parent_width, min(codebooks) - 1, -1):

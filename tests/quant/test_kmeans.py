@@ -9,7 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedweight.quant.kmeans import cluster_rows, codes_of, seed_bounds, sort_rows, split_bounds
+from pagedweight.quant.kmeans import cluster_rows, seed_bounds, split_bounds
+from pagedweight.quant.sorted_rows import codes_of, sort_rows
+
+
+def lut16(parent_width: int) -> dict[int, str]:
+    return {parent_width: "lut16"}
+
 
 NO_LIMIT = torch.tensor([[1 << 20]])
 
@@ -65,7 +71,7 @@ def test_codes_ascend_with_values_and_means_are_their_members(
     case: tuple[torch.Tensor, torch.Tensor], seed_width: int, parent_width: int
 ) -> None:
     values, importance = case
-    clusters = cluster_rows(values, importance, seed_width, parent_width)
+    clusters = cluster_rows(values, importance, lut16(parent_width), seed_width)
     assert bool((clusters.means.diff(dim=1) >= 0).all())
     for row in range(3):
         order = values[row].argsort()
@@ -80,7 +86,7 @@ def test_codes_ascend_with_values_and_means_are_their_members(
 
 def test_equal_values_share_a_code_at_every_width() -> None:
     values = torch.tensor([[1.0, 3.0, 1.0, 2.0, 3.0, 1.0] * 5]).double()
-    codes = cluster_rows(values, torch.ones_like(values), 3, 6).codes[0]
+    codes = cluster_rows(values, torch.ones_like(values), lut16(6), 3).codes[0]
     for value in (1.0, 2.0, 3.0):
         assert codes[values[0] == value].unique().numel() == 1
 
@@ -90,7 +96,7 @@ def test_few_distinct_values_get_a_code_each_as_soon_as_there_are_enough(distinc
     generator = torch.Generator().manual_seed(seed)
     palette = torch.randn(distinct, generator=generator, dtype=torch.float64).unique()
     values = palette[torch.randint(0, len(palette), (1, 90), generator=generator)]
-    codes = cluster_rows(values, torch.ones_like(values), 3, 6).codes[0].int()
+    codes = cluster_rows(values, torch.ones_like(values), lut16(6), 3).codes[0].int()
     distinct = values.unique().numel()
     for bits in range(2, 7):
         pairs = torch.stack([codes >> (6 - bits), values[0].unique(return_inverse=True)[1].int()]).unique(dim=1)
@@ -100,7 +106,7 @@ def test_few_distinct_values_get_a_code_each_as_soon_as_there_are_enough(distinc
 
 def test_an_outlier_does_not_cost_the_small_values_their_digits() -> None:
     values = torch.tensor([[65504.0, *(1e-3 * torch.arange(1, 40)).tolist()]]).double()
-    clusters = cluster_rows(values, torch.ones_like(values), 3, 6)
+    clusters = cluster_rows(values, torch.ones_like(values), lut16(6), 3)
     seen = clusters.means.gather(1, clusters.codes.long())
     torch.testing.assert_close(seen, values, rtol=1e-9, atol=0)
 
@@ -109,7 +115,7 @@ def test_importance_decides_which_values_are_kept() -> None:
     values = torch.linspace(-1, 1, 101).double().expand(2, -1)
     importance = torch.ones(2, 101, dtype=torch.float64)
     importance[0, 60:70], importance[1, 20:30] = 1000.0, 1000.0
-    clusters = cluster_rows(values, importance, 3, 3)
+    clusters = cluster_rows(values, importance, lut16(3), 3)
     error = (values - clusters.means.gather(1, clusters.codes.long())).abs()
     assert error[0, 60:70].mean() < error[1, 60:70].mean() / 2
     assert error[1, 20:30].mean() < error[0, 20:30].mean() / 2
@@ -118,9 +124,9 @@ def test_importance_decides_which_values_are_kept() -> None:
 def test_rows_do_not_know_of_one_another() -> None:
     values = torch.randn(6, 70, dtype=torch.float64)
     importance = torch.rand(6, 70, dtype=torch.float64)
-    together = cluster_rows(values, importance, 3, 6)
+    together = cluster_rows(values, importance, lut16(6), 3)
     for row in range(6):
-        alone = cluster_rows(values[row : row + 1], importance[row : row + 1], 3, 6)
+        alone = cluster_rows(values[row : row + 1], importance[row : row + 1], lut16(6), 3)
         assert torch.equal(alone.codes[0], together.codes[row])
         assert torch.equal(alone.means[0], together.means[row])
 
