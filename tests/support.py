@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from pagedweight.kernels.device_order import choose_frame_bytes, plane_geometry, to_device_order
+from pagedweight.kernels.device_order import choose_frame_bytes, plane_geometry, row_words, to_device_order
+from pagedweight.kernels.launch import LaunchConfig
+from pagedweight.kernels.reference import fused_moe_reference
 from pagedweight.layout import BlockTables, MoeLayer, Projection, RoutingStats
 
 # Maximum error relative to the reference's maximum. 16-bit types round the operands of every product once.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 
 GARBAGE = 0xFF  # as fp16 a NaN, as a plane all ones
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype | None = None) -> None:
@@ -64,10 +69,19 @@ class Layer(NamedTuple):
                     out[token] += weight * (down[expert] @ (activate(gate, self.shape.activation) * up))
         return out
 
-    def place(self, bits: torch.Tensor, seed: int = 0, spare_frames: int = 3, garbage: int = GARBAGE) -> BlockTables:
+    def place(
+        self,
+        bits: torch.Tensor,
+        seed: int = 0,
+        *,
+        spare_frames: int = 3,
+        garbage: int = GARBAGE,
+        padding: int = 0,
+        device: torch.device = DEVICE,
+    ) -> BlockTables:
         """Writes the committed planes and tables into an arena of shuffled frames; everything else is garbage.
 
-        Addresses of planes above a committed width point at garbage too.
+        Addresses of planes above a committed width point at a garbage frame. padding: the bit of padding positions.
         """
         generator = torch.Generator().manual_seed(seed)
         geometries = [plane_geometry(*codes.shape, self.frame_bytes) for codes in self.codes]
@@ -81,7 +95,7 @@ class Layer(NamedTuple):
         parent_width, most_frames = self.widths[-1], max(g.frames for g in geometries)
         tables = BlockTables(
             torch.zeros(rows, dtype=torch.int32),
-            memory.data_ptr() + self.frame_bytes * spare[0].repeat(rows, parent_width, most_frames),
+            self.frame_bytes * spare[0].repeat(rows, parent_width, most_frames),
             torch.zeros(rows, dtype=torch.int64),
             memory,
         )
@@ -93,12 +107,19 @@ class Layer(NamedTuple):
             frames = order[taken : taken + width * geometry.frames].reshape(width, geometry.frames)
             taken += frames.numel()
             pages = to_device_order(pack(self.codes[i], parent_width)[:width], geometry)
+            if padding:
+                ones = torch.full((len(self.codes[i]), -(-geometry.columns // 32)), -1, dtype=torch.int32)
+                pages |= ~to_device_order(ones, geometry)
             memory.view(-1, self.frame_bytes)[frames] = pages.reshape(width, geometry.frames, -1)
-            tables.frame_address[row, :width, : geometry.frames] = memory.data_ptr() + self.frame_bytes * frames
+            tables.frame_address[row, :width, : geometry.frames] = self.frame_bytes * frames
             table = self.tables[i][width].reshape(-1).view(torch.uint8)
             memory[offsets[i] : offsets[i] + len(table)] = table
-            tables.table_address[row] = memory.data_ptr() + offsets[i]
+            tables.table_address[row] = offsets[i]
             tables.bits[row] = width
+        if device.type != "cpu":
+            tables = BlockTables(*(tensor.to(device) for tensor in tables))
+        tables.frame_address.add_(tables.memory.data_ptr())
+        tables.table_address.add_(tables.memory.data_ptr())
         return tables
 
     def arguments(self, tables: BlockTables, stats: RoutingStats, layer_index: int = 0) -> dict[str, object]:
@@ -159,6 +180,80 @@ def draw_routing(
 
 def draw_tokens(tokens: int, hidden: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class Outcome(NamedTuple):
+    """What one call of fused_moe returned and added to statistics that began at zero, on the CPU."""
+
+    out: torch.Tensor
+    stats: RoutingStats
+
+
+def zero_slots(tokens: int) -> torch.Tensor:
+    return torch.zeros(tokens, dtype=torch.int32)
+
+
+def run_kernel(
+    layer: Layer,
+    tables: BlockTables,
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    token_slot: torch.Tensor | None = None,
+    *,
+    slots: int = 1,
+    config: LaunchConfig | None = None,
+) -> Outcome:
+    """The grouped kernels: on the GPU where there is one, else interpreted, in tiles as large as the layer."""
+    from pagedweight.kernels.fused_moe import launch_fused_moe
+
+    if config is None and DEVICE.type == "cpu":
+        config = one_tile(layer)
+    return _run(
+        partial(launch_fused_moe, config=config), layer, tables, x, expert_ids, expert_weights, token_slot, slots
+    )
+
+
+def run_twin(
+    layer: Layer,
+    tables: BlockTables,
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    token_slot: torch.Tensor | None = None,
+    *,
+    slots: int = 1,
+) -> Outcome:
+    return _run(fused_moe_reference, layer, tables, x, expert_ids, expert_weights, token_slot, slots)
+
+
+def _run(
+    call: Callable[..., torch.Tensor],
+    layer: Layer,
+    tables: BlockTables,
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    token_slot: torch.Tensor | None,
+    slots: int,
+) -> Outcome:
+    device = tables.memory.device
+    token_slot = zero_slots(len(x)) if token_slot is None else token_slot
+    stats = RoutingStats.zeros(slots, 2, layer.shape.experts, device)
+    batch = (tensor.to(device) for tensor in (x, expert_ids, expert_weights, token_slot))
+    out = call(*batch, **layer.arguments(tables, stats, layer_index=1))
+    return Outcome(out.cpu(), RoutingStats(*(tensor.cpu() for tensor in stats)))
+
+
+def one_tile(layer: Layer) -> LaunchConfig:
+    """Tiles as large as the layer: the interpreter pays by the program, not by the element."""
+    rows = max(2 * layer.shape.intermediate, layer.shape.hidden, 32)
+    words = row_words(max(layer.shape.intermediate, layer.shape.hidden))
+    return LaunchConfig(block_n=min(256, _power_of_two(rows)), words=min(16, _power_of_two(words)))
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()
 
 
 def pack(codes: torch.Tensor, width: int) -> torch.Tensor:
