@@ -37,6 +37,12 @@ class PagedWeightQuantizer(HfQuantizer):
 
     requires_calibration = True
 
+    def __init__(self, quantization_config: QuantizationConfigMixin, **kwargs: object) -> None:
+        super().__init__(quantization_config, **kwargs)
+        # What the loader sees is an ordinary dense model, to be cast like one: of a quantized one, transformers 5.17
+        # would leave every renamed tensor in the file's dtype.
+        self.pre_quantized = False
+
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: object) -> None:
         self.found: list[ExpertsModule] = find_experts(model, on_meta=True)
         for experts in self.found:
