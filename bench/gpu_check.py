@@ -205,6 +205,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     options = parser.parse_args()
+    batches = " ".join(map(str, options.batches))
     log: list[dict[str, object]] = []
     start = time.perf_counter()
     for name in options.models:
@@ -216,7 +217,7 @@ def main() -> int:
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "command": "python -m bench.gpu_check " + " ".join(sys.argv[1:]),
+        "command": f"python -m bench.gpu_check --models {' '.join(options.models)} --batches {batches}",
         "seconds": round(time.perf_counter() - start, 1),
         "failed": len(failed),
         "rows": log,
