@@ -61,9 +61,9 @@ def layout_of(model: nn.Module) -> Layout:
 def blocks_of(model: nn.Module) -> dict[BlockId, PackedBlock]:
     """Every linear-block at WIDTHS, importance 1."""
     return {
-        BlockId(shape.layer, expert, projection): quantize_block(original_weight(module, expert, projection), WIDTHS)
-        for _, module, shape in find_experts(model)
-        for expert in range(shape.experts)
+        BlockId(found.shape.layer, e, projection): quantize_block(original_weight(found.module, e, projection), WIDTHS)
+        for found in find_experts(model)
+        for e in range(found.shape.experts)
         for projection in Projection
     }
 
