@@ -1,4 +1,4 @@
-"""Raising as a plan: which linear-blocks come back first when there is room, by damage recovered per byte."""
+"""Raising as a plan: which linear-blocks come back when there is room, by the damage that this takes back."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 
 from pagedweight.policy import Policy
 from pagedweight.runtime.observe import Observation
+from pagedweight.runtime.planner_allocate import least_damage_index
 from pagedweight.runtime.planner_buckets import routing_buckets
-from pagedweight.runtime.planner_greedy import Steps, hull_steps
 from pagedweight.runtime.planner_queue import EMPTY_PLAN, Plan, transitions
 from pagedweight.runtime.planner_scores import bytes_above, canonical, committed_index, transition_damage
 from pagedweight.runtime.table_view import TableSnapshot
@@ -21,27 +21,41 @@ def plan_raise(table: TableSnapshot, observation: Observation, policy: Policy, a
     """
     table, observation, policy, names = canonical(table, observation, policy)
     committed = committed_index(table)
+    stays = table.busy | (table.since < observation.limits.dwell_steps)
+    start = np.where(stays, committed, np.int8(len(table.widths) - 1))
     room = _room_bytes(table, observation, committed, available_bytes)
-    still = table.busy | (table.since < observation.limits.dwell_steps) | (committed == len(table.widths) - 1)
-    if room <= 0 or still.all():
+    if room <= 0 or (start == committed).all():
         return EMPTY_PLAN
-    needed, damage = raise_points(table, observation, policy, committed)
-    steps = hull_steps(np.where(still, 0.0, needed), damage, committed, np.arange(len(table.widths), dtype=np.int8))
-    reached = _fill(steps, committed, room)
-    rows = np.arange(len(committed))
+    needed, recovered = raise_points(table, observation, policy, committed)
+    reached = _best_fill(needed, recovered, committed, start, room)
     moved = np.flatnonzero(reached != committed)
-    recovered = float(damage[reached[moved], moved].sum())
+    to = reached[moved]
     moves = transitions(table, committed, reached, names)
-    return Plan(moves, recovered, -int(needed[reached, rows].sum()), 0)
+    return Plan(moves, -float(recovered[to, moved].sum()), -int(needed[to, moved].sum()), 0)
 
 
 def raise_points(
     table: TableSnapshot, observation: Observation, policy: Policy, committed: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(W, R) bytes needed and damage taken back (negative) by raising each row to each higher width."""
+    """(W, R) bytes needed and damage taken back by raising each row to each width; both 0 at the committed one."""
     _, multiplier = routing_buckets(table, observation, policy)
-    damage = -transition_damage(table, observation, policy, multiplier, committed, raising=True)
-    return bytes_above(table, committed), damage
+    recovered = transition_damage(table, observation, policy, multiplier, committed, raising=True)
+    recovered[committed, np.arange(len(committed))] = 0.0
+    return bytes_above(table, committed), recovered
+
+
+def _best_fill(
+    needed: np.ndarray, recovered: np.ndarray, committed: np.ndarray, start: np.ndarray, room_bytes: int
+) -> np.ndarray:
+    """(R,) width index from committed up to start that takes back the most within room_bytes.
+
+    Seen from above: all of them raised to start, then lowered, at the least loss, until they fit.
+    """
+    rows, width_index = np.arange(len(start)), np.arange(len(needed))[:, None]
+    legal = (width_index >= committed) & (width_index <= start)
+    lost = np.where(legal, recovered[start, rows] - recovered, np.inf)
+    released = needed[start, rows] - needed
+    return least_damage_index(released, lost, start, int(needed[start, rows].sum()) - room_bytes)
 
 
 def _room_bytes(table: TableSnapshot, observation: Observation, committed: np.ndarray, available_bytes: int) -> int:
@@ -51,18 +65,3 @@ def _room_bytes(table: TableSnapshot, observation: Observation, committed: np.nd
         held = int(table.bytes[np.arange(len(committed)), committed].sum())
         room = min(room, limits.weight_bytes - held)
     return room if limits.raise_bytes is None else min(room, limits.raise_bytes)
-
-
-def _fill(steps: Steps, start: np.ndarray, room_bytes: int) -> np.ndarray:
-    """(R,) width index after taking, best first, every step that still fits; a row stops at its first that does not."""
-    count = int(np.searchsorted(steps.bytes, room_bytes, side="right"))
-    reached = steps.reached(start, count)
-    left = room_bytes - steps.totals(count)[0]
-    step_bytes = np.diff(steps.bytes, prepend=0)
-    rest = np.flatnonzero(step_bytes[count:] <= left) + count
-    for step in rest.tolist():
-        row = steps.row[step]
-        if step_bytes[step] <= left and steps.origin[step] == reached[row]:
-            reached[row] = steps.to[step]
-            left -= int(step_bytes[step])
-    return reached
