@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pagedweight.layout import BlockTables, RoutingStats
+from pagedweight.layout import ACTIVATIONS, BlockTables, RoutingStats
 
 INPUT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 ID_TYPES = (torch.int32, torch.int64)
@@ -19,9 +19,12 @@ def check_arguments(
     stats: RoutingStats,
     first_row: int,
     experts: int,
+    activation: str,
 ) -> None:
     """ValueError, in one sentence, for the first argument that does not fit the others."""
     _check_batch(x, expert_ids, expert_weights, token_slot)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; supported are {', '.join(ACTIVATIONS)}")
     if expert_ids.shape[1] > experts:
         raise ValueError(f"expert_ids name {expert_ids.shape[1]} experts per token, but the layer has {experts}")
     if first_row + 2 * experts > len(tables.bits):

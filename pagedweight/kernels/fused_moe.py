@@ -209,7 +209,7 @@ def launch_fused_moe(
 ) -> torch.Tensor:
     """`fused_moe` by the grouped kernels, for any number of tokens. Deterministic; safe to capture in a CUDA graph."""
     tables, stats = BlockTables(bits, frame_address, table_address, memory), RoutingStats(mass, counts, features)
-    check_arguments(x, expert_ids, expert_weights, token_slot, tables, stats, first_row, experts)
+    check_arguments(x, expert_ids, expert_weights, token_slot, tables, stats, first_row, experts, activation)
     tokens, per_token = expert_ids.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     config = config or choose(experts, tokens * per_token, x.element_size(), shared_limit(x.device))

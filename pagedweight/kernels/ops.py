@@ -50,10 +50,7 @@ def fused_moe(
 
     Returns (T, H) in x.dtype. Raises ValueError when the arguments do not fit each other.
     """
-    # Not at the top: without Triton (no wheel for the platform) everything but this launch must work.
-    from pagedweight.kernels.regimes import choose_regime
-
-    return choose_regime(x)(
+    return launch_on_cuda(
         x,
         expert_ids,
         expert_weights,
@@ -97,7 +94,7 @@ def _fused_moe_cpu(
     widths: list[int],
 ) -> torch.Tensor:
     tables, stats = BlockTables(bits, frame_address, table_address, memory), RoutingStats(mass, counts, features)
-    check_arguments(x, expert_ids, expert_weights, token_slot, tables, stats, first_row, experts)
+    check_arguments(x, expert_ids, expert_weights, token_slot, tables, stats, first_row, experts, activation)
     return fused_moe_reference(
         x,
         expert_ids,
@@ -118,3 +115,11 @@ def _fused_moe_cpu(
 @fused_moe.register_fake
 def _fused_moe_fake(x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def launch_on_cuda(x: torch.Tensor, *arguments: object, **named: object) -> torch.Tensor:
+    """The Triton kernels of the batch's regime; the arguments are fused_moe's. ImportError without Triton."""
+    # Not at the top: where Triton has no wheel, everything but this launch must work.
+    from pagedweight.kernels.regimes import choose_regime
+
+    return choose_regime(x)(x, *arguments, **named)

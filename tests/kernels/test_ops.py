@@ -1,0 +1,124 @@
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagedweight.kernels import ops
+from pagedweight.kernels.checks import check_arguments
+from pagedweight.layout import BlockTables, RoutingStats
+from tests.support import assert_close, draw_bits, draw_routing, draw_tokens, make_layer, zero_slots
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+
+
+def call(tokens=5, experts=4, hidden=40, intermediate=24):
+    layer = make_layer(experts, hidden, intermediate)
+    tables = layer.place(draw_bits(layer), device=CPU)
+    ids, weights = draw_routing(tokens, experts, 2)
+    stats = RoutingStats.zeros(1, 1, experts)
+    batch = {
+        "x": draw_tokens(tokens, hidden),
+        "expert_ids": ids,
+        "expert_weights": weights,
+        "token_slot": zero_slots(tokens),
+    }
+    return layer, {**batch, **layer.arguments(tables, stats)}
+
+
+def test_the_op_on_the_cpu_is_the_twin():
+    layer, arguments = call()
+    out = torch.ops.pagedweight.fused_moe(**arguments)
+    expected = layer.moe(arguments["x"], arguments["expert_ids"], arguments["expert_weights"], draw_bits(layer))
+    assert_close(out, expected.float())
+    assert arguments["counts"].sum() == 10
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_opcheck(tokens):
+    _, arguments = call(tokens)
+    # opcheck clones its inputs, which absolute addresses do not survive: no id, so nothing is read through them.
+    arguments["expert_ids"].fill_(-1)
+    torch.library.opcheck(torch.ops.pagedweight.fused_moe.default, (), arguments)
+
+
+def test_case_95_registering_twice_is_harmless():
+    _, arguments = call()
+    expected = ops.fused_moe(**arguments)
+    importlib.reload(ops)
+    assert torch.equal(ops.fused_moe(**arguments), expected)
+    assert torch.equal(torch.ops.pagedweight.fused_moe(**arguments), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("x", torch.zeros(5, 40, dtype=torch.int32), "x is torch.int32"),
+        ("x", torch.zeros(40), "give \\(T, H\\)"),
+        ("expert_ids", torch.zeros(5, 2), "expert_ids is torch.float32"),
+        ("expert_ids", torch.zeros(4, 2, dtype=torch.int64), "expert_ids"),
+        ("expert_weights", torch.zeros(5, 3), "expert_weights"),
+        ("token_slot", torch.zeros(5, dtype=torch.int64), "token_slot"),
+        ("bits", torch.zeros(8), "bits is torch.float32"),
+        ("first_row", 4, "beyond the 8 rows"),
+        ("experts", 1, "2 experts per token"),
+        ("mass", torch.zeros(1, 1, 3), "hold 3 experts"),
+        ("counts", torch.zeros(1, 1, 8, dtype=torch.int32)[..., ::2], "contiguous"),
+        ("activation", "relu", "activation is 'relu'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(name, value, says):
+    _, arguments = call()
+    with pytest.raises(ValueError, match=says):
+        ops.fused_moe(**{**arguments, name: value})
+
+
+def test_tensors_on_another_device_are_refused():
+    _, arguments = call()
+    tables = BlockTables(*(arguments[name] for name in BlockTables._fields))
+    stats = RoutingStats.zeros(1, 1, 4, "meta")
+    batch = [arguments[name] for name in ("x", "expert_ids", "expert_weights", "token_slot")]
+    with pytest.raises(ValueError, match="mass is on meta and x on cpu"):
+        check_arguments(*batch, tables, stats, 0, 4, "silu")
+
+
+_WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch
+from tests.kernels.test_ops import call
+_, arguments = call()
+assert torch.ops.pagedweight.fused_moe(**arguments).isfinite().all()
+from pagedweight.kernels.ops import launch_on_cuda
+try:
+    launch_on_cuda(**arguments)
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_case_118_without_triton_only_the_cuda_launch_fails():
+    run = subprocess.run([sys.executable, "-c", _WITHOUT_TRITON], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "triton" in run.stdout
+
+
+_PLAIN_CPU = """
+import os
+os.environ.pop("TRITON_INTERPRET", None)
+import torch
+from tests.kernels.test_ops import call
+layer, arguments = call()
+out = torch.ops.pagedweight.fused_moe(**arguments)
+print(float(out.double().sum()))
+"""
+
+
+def test_case_119_cpu_tensors_need_no_interpreter():
+    run = subprocess.run([sys.executable, "-c", _PLAIN_CPU], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    _, arguments = call()
+    assert float(run.stdout) == pytest.approx(float(ops.fused_moe(**arguments).double().sum()), rel=1e-5)
