@@ -9,14 +9,15 @@ import numpy as np
 import torch
 
 from pagedweight.bitplane import dequantize, table_values
-from pagedweight.discovery import ExpertsModule
+from pagedweight.discovery import PARAMETERS, ExpertsModule
 from pagedweight.kernels.device_order import PlaneGeometry, from_device_order, plane_geometry, to_device_order
 from pagedweight.layout import BlockId, Layout, MoeLayer, PackedBlock, Projection
 from pagedweight.policy import Policy
-from pagedweight.quant.model import quantize_stack, sensitivity
+from pagedweight.quant.model import quantize_block, sensitivity
 from pagedweight.runtime.pages import HostPages, PageSizes
 
 LEVELS = ("fast",)
+GROUP_WEIGHTS = 1 << 20  # experts smaller than this are quantized together: each call costs some 50 ms
 Importance = Mapping[BlockId, torch.Tensor]
 
 
@@ -49,23 +50,49 @@ def quantize_layer(
 def _quantize_projection(
     experts: ExpertsModule, projection: Projection, widths: tuple[int, ...], importance: Importance, seed: int
 ) -> list[tuple[BlockId, PackedBlock, np.ndarray]]:
-    weights = getattr(experts.module, ("gate_up_proj", "down_proj")[projection]).detach()
+    weights = getattr(experts.module, PARAMETERS[projection]).detach()
+    blocks = [BlockId(experts.shape.layer, expert, projection) for expert in range(len(weights))]
+    for block, weight in zip(blocks, weights, strict=True):
+        if not weight.isfinite().all():
+            raise ValueError(f"{block} holds NaN or infinite weights; repair the model before quantizing it")
     members = []
-    for expert, weight in enumerate(weights):
-        block = BlockId(experts.shape.layer, expert, projection)
-        stakes = importance.get(block)
-        stakes = None if stakes is None else stakes.to(weight.device)
-        packed = quantize_stack(
-            weight.unsqueeze(0),
-            widths,
-            importance=None if stakes is None else stakes.expand_as(weight).unsqueeze(0),
-            seed=seed,
-            names=[block],
-        )[0]
-        harm = sensitivity(weight, packed, stakes).cpu().numpy()
-        tables = {bits: table.cpu() for bits, table in packed.tables.items()}
-        members.append((block, PackedBlock(packed.planes.cpu(), tables, packed.columns), harm))
+    for group in _groups(blocks, weights[0].numel()):
+        stack = weights[group[0].expert : group[-1].expert + 1]
+        stakes = [importance.get(block) for block in group]
+        spread = None
+        if any(stake is not None for stake in stakes):
+            ones = torch.ones((), device=stack.device)
+            spread = [(ones if s is None else s.to(stack.device)).expand(stack.shape[1:]) for s in stakes]
+        # Rows are quantized one by one, so small experts go through as one tall block.
+        tall = quantize_block(
+            stack.flatten(0, 1), widths, importance=None if spread is None else torch.cat(spread), seed=seed
+        )
+        for block, weight, packed, stake in zip(group, stack, _split(tall, len(group)), stakes, strict=True):
+            harm = sensitivity(weight, packed, None if stake is None else stake.to(weight.device))
+            members.append((block, _on_host(packed), harm.cpu().numpy()))
     return members
+
+
+def _groups(blocks: list[BlockId], weights_each: int) -> Iterator[list[BlockId]]:
+    size = max(1, GROUP_WEIGHTS // weights_each)
+    for first in range(0, len(blocks), size):
+        yield blocks[first : first + size]
+
+
+def _split(tall: PackedBlock, members: int) -> Iterator[PackedBlock]:
+    """Linear-blocks of equal height that were quantized as one."""
+    planes = tall.planes.chunk(members, dim=1)
+    tables = {bits: table.chunk(members) for bits, table in tall.tables.items()}
+    for member in range(members):
+        yield PackedBlock(
+            planes[member].contiguous(), {bits: parts[member] for bits, parts in tables.items()}, tall.columns
+        )
+
+
+def _on_host(packed: PackedBlock) -> PackedBlock:
+    return PackedBlock(
+        packed.planes.cpu(), {bits: table.cpu() for bits, table in packed.tables.items()}, packed.columns
+    )
 
 
 def weight_only_policy(layout: Layout, sensitivities: np.ndarray) -> Policy:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pagedweight.checkpoint import FOLDER, Checkpoint, CheckpointWriter
+from pagedweight.checkpoint import FOLDER, Checkpoint, CheckpointError, CheckpointWriter
 from pagedweight.discovery import ExpertsModule, find_experts
 from pagedweight.layout import normalized_widths
 from pagedweight.patching import WIDTHS, assemble, patch
@@ -115,15 +115,15 @@ def load(
     CheckpointError when the folder is not a whole checkpoint; ValueError when the budget will not do.
     """
     opened = Checkpoint.open(directory)
+    _check_marked(Path(directory))
     if verify:
         opened.verify()
-    model = _model_class(directory).from_pretrained(directory, **kwargs)
-    found = _take_found(model)
-    if found is None:
-        raise ValueError(
-            f"config.json in {directory} does not say that its experts are paged; quantize the model again"
-        )
-    return assemble(model, found, model.device, directory, policy, config or RuntimeConfig())
+    model, report = _model_class(directory).from_pretrained(directory, output_loading_info=True, **kwargs)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        # transformers fills these with random numbers and warns.
+        raise CheckpointError(f"{directory} lacks {', '.join(missing[:3])}; quantize the model again")
+    return assemble(model, _take_found(model), model.device, directory, policy, config or RuntimeConfig())
 
 
 def from_pretrained(
@@ -138,6 +138,18 @@ def from_pretrained(
         return load(name_or_path, policy=policy, config=config, **kwargs)
     model = _load_dense(name_or_path, **kwargs)
     return patch(model, policy=policy, config=config)
+
+
+def _check_marked(directory: Path) -> None:
+    """CheckpointError unless config.json says that experts are paged: without it transformers makes some up."""
+    from pagedweight.integrations.hf_quantizer import METHOD
+
+    path = directory / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{directory} has pages but no config.json; copy the whole folder")
+    marked = json.loads(path.read_text(encoding="utf-8")).get("quantization_config") or {}
+    if marked.get("quant_method") != METHOD:
+        raise CheckpointError(f"{path} does not say that its experts are paged; quantize the model again")
 
 
 def _model_class(directory: str | Path) -> Any:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import shutil
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import (
@@ -15,6 +21,12 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
 )
+
+import pagedweight
+from pagedweight.bitplane import dequantize
+from pagedweight.checkpoint import Checkpoint
+from pagedweight.discovery import find_experts
+from pagedweight.layout import BlockId, PackedBlock, Projection
 
 VOCABULARY = 128
 COMMON = {
@@ -29,7 +41,7 @@ COMMON = {
 
 
 def build(make: Callable[[], PreTrainedModel], seed: int) -> PreTrainedModel:
-    """The model on the CPU in fp32 and eval mode; eager experts, since HF's grouped kernel refuses some of our sizes."""
+    """The model on the CPU in fp32 and eval mode; eager experts, since the grouped kernel refuses some of our sizes."""
     torch.manual_seed(seed)
     model = make().eval()
     for name, parameter in model.named_parameters():
@@ -104,3 +116,44 @@ def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     """Random token ids (B, T) above the special ones."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+
+
+@functools.cache
+def quantized_folder(family: str) -> Path:
+    """A folder with the family's default model, quantized once per test process."""
+    folder = Path(tempfile.mkdtemp(prefix="pagedweight-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return pagedweight.quantize(FAMILIES[family](), folder)
+
+
+class DenseReference:
+    """The family's own model, its dense weights rebuilt from a folder's codes: no pages, no kernels, no runtime."""
+
+    def __init__(self, family: str, folder: Path | None = None) -> None:
+        self._open(FAMILIES[family](), folder or quantized_folder(family))
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, folder: Path) -> DenseReference:
+        """For a model whose experts may be overwritten."""
+        reference = cls.__new__(cls)
+        reference._open(model, folder)
+        return reference
+
+    def _open(self, model: PreTrainedModel, folder: Path) -> None:
+        self.model = model
+        checkpoint = Checkpoint.open(folder)
+        self.layout = checkpoint.layout
+        self._blocks: list[tuple[BlockId, PackedBlock]] = [(b, checkpoint.block(b)) for b in self.layout.blocks()]
+        self._modules = {experts.shape.layer: experts.module for experts in find_experts(model)}
+        self._at = np.zeros(len(self._blocks), dtype=np.int64)
+
+    @torch.no_grad()
+    def set_bits(self, bits: np.ndarray | int) -> PreTrainedModel:
+        """The model with every linear-block at its width."""
+        wanted = np.broadcast_to(bits, self._at.shape)
+        for row in np.flatnonzero(wanted != self._at):
+            (layer, expert, projection), packed = self._blocks[row]
+            name = "gate_up_proj" if projection is Projection.GATE_UP else "down_proj"
+            getattr(self._modules[layer], name)[expert] = dequantize(packed, int(wanted[row]))
+        self._at = wanted.copy()
+        return self.model

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,9 +20,7 @@ from pagedweight.integrations.hf_cache import ArenaCache, ArenaSlidingLayer, lay
 from pagedweight.integrations.kv_pool import FrameHoldings, KVPool, SlabShape
 from pagedweight.integrations.kv_slab import Slab, Span, grow
 from pagedweight.runtime.frames import Arena, OutOfFrames
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from hf_models import gemma4_g16, mixtral_m8, qwen2_moe_q60, tokens
+from tests.hf_models import gemma4_g16, mixtral_m8, qwen2_moe_q60, tokens
 
 FRAME_BYTES = 512
 WINDOW = 16

@@ -1,0 +1,338 @@
+"""What patch() finds, refuses and leaves alone, and what unpatch() puts back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers", reason="needs the hf extra")
+
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import pagedweight
+from pagedweight import RuntimeConfig
+from pagedweight.discovery import find_experts
+from pagedweight.experts import PagedExperts
+from pagedweight.layout import BlockId, Projection
+from tests.hf_models import COMMON, FAMILIES, gemma4_g16, mixtral_m8, quantized_folder, qwen2_moe_q60, tokens
+
+
+def small(**changes) -> PreTrainedModel:
+    """Two experts, quick to quantize."""
+    return mixtral_m8(num_local_experts=2, num_experts_per_tok=1, intermediate_size=32, **changes)
+
+
+def fingerprint(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_untouched(model: nn.Module, before: dict[str, torch.Tensor], modules: list[str]) -> None:
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert [type(module).__name__ for module in model.modules()] == modules
+    assert not hasattr(model, "pagedweight")
+    assert not model._forward_pre_hooks
+
+
+def gpt_oss() -> PreTrainedModel:
+    settings = {**COMMON, "hidden_size": 72, "intermediate_size": 72, "head_dim": 16, "num_key_value_heads": 2}
+    return GptOssForCausalLM(GptOssConfig(**settings, num_local_experts=8, num_experts_per_tok=4))
+
+
+def llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**COMMON, hidden_size=64, intermediate_size=96, num_key_value_heads=2))
+
+
+def changed(change: Callable[[nn.Module], None]) -> Callable[[], PreTrainedModel]:
+    """A model whose second layer's experts have been changed."""
+
+    def make() -> PreTrainedModel:
+        model = small()
+        change(model.model.layers[1].mlp.experts)
+        return model
+
+    return make
+
+
+def set_parameter(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[nn.Module], None]:
+    def change(experts: nn.Module) -> None:
+        setattr(experts, name, nn.Parameter(make(getattr(experts, name).detach()), requires_grad=False))
+
+    return change
+
+
+def add_bias(experts: nn.Module) -> None:
+    experts.down_proj_bias = nn.Parameter(torch.zeros(2, 64))
+
+
+def use_relu(experts: nn.Module) -> None:
+    experts.act_fn = nn.ReLU()
+
+
+REFUSALS = {
+    "no experts": (llama, "no fused routed experts"),
+    "transposed": (gpt_oss, r"model\.layers\.0\.mlp\.experts keeps its weights transposed"),
+    "unknown activation": (changed(use_relu), r"layers\.1\.mlp\.experts combines gate and up .*act_fn is ReLU"),
+    "biases": (changed(add_bias), r"layers\.1\.mlp\.experts has parameters .*down_proj_bias"),
+    "interleaved": (changed(lambda e: setattr(e, "is_concatenated", False)), "interleaves gate and up rows"),
+    "no gate": (changed(lambda e: setattr(e, "has_gate", False)), "has no gate"),
+    "expert parallel": (changed(lambda e: setattr(e, "_is_expert_parallel", True)), "expert-parallel"),
+    "shapes": (changed(set_parameter("gate_up_proj", lambda w: w[:, 1:])), r"gate_up_proj \(2, 63, 64\)"),
+    "float8": (changed(set_parameter("down_proj", lambda w: w.to(torch.float8_e4m3fn))), "float8_e4m3fn; load"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_a_model_that_cannot_be_served_is_refused_and_left_alone(kind: str) -> None:
+    make, message = REFUSALS[kind]
+    model = make()
+    before, modules = fingerprint(model), [type(module).__name__ for module in model.modules()]
+    with pytest.raises(ValueError, match=message):
+        pagedweight.patch(model)
+    assert_untouched(model, before, modules)
+
+
+def test_case_103_the_first_meta_parameter_is_named() -> None:
+    with torch.device("meta"):
+        model = type(small())(small().config)
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.experts\.gate_up_proj is on the meta device"):
+        pagedweight.patch(model)
+
+
+def test_offloaded_experts_are_refused() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    model = small()
+    accelerate.cpu_offload(model, execution_device="cpu")
+    with pytest.raises(ValueError, match="experts is offloaded to CPU or disk"):
+        pagedweight.patch(model)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_layer_that_fails_half_way_leaves_a_whole_model(keep: bool) -> None:
+    """Without keep_original the layers before it have lost their weights; they get their parent-width ones back."""
+    model = small()
+    kept = fingerprint(model)
+    faulty = model.model.layers[1].mlp.experts.down_proj.data
+    faulty[1, 0, 0] = torch.inf
+    with pytest.raises(ValueError, match=r"layers\.1\.experts\.1\.down holds NaN or infinite"):
+        pagedweight.patch(model, keep_original=keep)
+    faulty[1, 0, 0] = kept["model.layers.1.mlp.experts.down_proj"][1, 0, 0]
+    for name, weight in model.state_dict().items():
+        if keep or "layers.0.mlp.experts" not in name:
+            assert torch.equal(weight, kept[name])
+        else:
+            assert 0 < (weight - kept[name]).abs().max() < 0.2
+    pagedweight.patch(model)
+
+
+def test_a_budget_that_is_too_small_names_the_least_that_works() -> None:
+    model = small()
+    before, modules = fingerprint(model), [type(module).__name__ for module in model.modules()]
+    with pytest.raises(ValueError, match=r"budget_bytes is 1000; expert weights at 2 bits take (\d+) and .*") as error:
+        pagedweight.patch(model, config=RuntimeConfig(budget_bytes=1000))
+    assert_untouched(model, before, modules)
+    least = int(str(error.value).rsplit(" ", 1)[1])
+    with pytest.raises(ValueError, match=f"give at least {least}"):
+        pagedweight.patch(model, config=RuntimeConfig(budget_bytes=least - 1))
+    assert_untouched(model, before, modules)
+    pagedweight.patch(model, config=RuntimeConfig(budget_bytes=least))
+    assert set(model.pagedweight.snapshot().bits) == {2}
+    ids = model.generate(tokens(1, 4), past_key_values=model.pagedweight.new_cache(), max_new_tokens=4, do_sample=False)
+    assert ids.shape == (1, 8)
+
+
+def test_patching_twice_is_refused() -> None:
+    model = pagedweight.patch(small())
+    with pytest.raises(ValueError, match="patched already; unpatch it first"):
+        pagedweight.patch(model)
+    with pytest.raises(ValueError, match="patched already; unpatch"):
+        pagedweight.patch(model.model)
+
+
+def test_a_checkpoint_of_another_model_is_refused() -> None:
+    model = small()
+    before, modules = fingerprint(model), [type(module).__name__ for module in model.modules()]
+    with pytest.raises(ValueError, match=r"the checkpoint is for other experts: .*intermediate=32"):
+        pagedweight.patch(model, checkpoint=quantized_folder("M8"))
+    assert_untouched(model, before, modules)
+
+
+def test_case_58_gemma_4_experts_are_found_on_the_decoder_layer() -> None:
+    model = pagedweight.patch(gemma4_g16(), checkpoint=quantized_folder("G16"))
+    assert model.pagedweight.layout.rows == 2 * 16 * 2
+    assert model.pagedweight.layout.moe_layers[0].activation == "gelu_tanh"
+    wrapper = nn.ModuleDict({"language_model": gemma4_g16().model})
+    assert [experts.path for experts in find_experts(wrapper)] == [f"language_model.layers.{n}.experts" for n in (0, 1)]
+
+
+def test_layers_without_experts_keep_their_numbers() -> None:
+    model = qwen2_moe_q60(num_experts=2, num_experts_per_tok=1, mlp_only_layers=[0])
+    pagedweight.patch(model)
+    assert [layer.layer for layer in model.pagedweight.layout.moe_layers] == [1]
+    assert model.pagedweight.explain(BlockId(1, 1, Projection.DOWN)).startswith("layers.1.experts.1.down: 6 bits")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_case_4_and_36_all_but_the_experts_stays_bit_for_bit(family: str) -> None:
+    model = FAMILIES[family]()
+    before = {name: tensor for name, tensor in fingerprint(model).items() if ".experts." not in name}
+    pagedweight.patch(model, checkpoint=quantized_folder(family))
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_case_32_dense_weights_die_as_they_are_quantized() -> None:
+    model = small()
+    dead = [weakref.ref(p) for name, p in model.named_parameters() if ".experts." in name]
+    gc.disable()
+    try:
+        pagedweight.patch(model)
+        assert [ref() for ref in dead] == [None] * len(dead)
+    finally:
+        gc.enable()
+
+
+def test_case_115_the_bytes_reported_are_the_bytes_held() -> None:
+    model = mixtral_m8()
+    dense_bytes = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    pagedweight.patch(model, checkpoint=quantized_folder("M8"))
+    snapshot = model.pagedweight.snapshot()
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for module in model.modules()
+        if isinstance(module, PagedExperts)
+        for tensor in (module.tables.memory,)
+    }
+    assert len(storages) == 1
+    held = sum(storages.values())
+    assert snapshot.weight_bytes <= held <= 1.01 * snapshot.weight_bytes
+    assert held < dense_bytes
+
+
+def test_unpatch_restores_exactly_what_was_kept() -> None:
+    model = small()
+    before, modules = fingerprint(model), [type(module).__name__ for module in model.modules()]
+    trainable = [p.requires_grad for p in model.parameters()]
+    pagedweight.patch(model, keep_original=True)
+    assert model.state_dict().keys() != before.keys()
+    assert pagedweight.unpatch(model) is model
+    assert_untouched(model, before, modules)
+    assert [p.requires_grad for p in model.parameters()] == trainable
+    assert model.save_pretrained.__self__ is model
+
+
+def test_unpatch_without_the_originals_gives_the_parent_width() -> None:
+    model = small(dtype=torch.bfloat16).to(torch.bfloat16)
+    names = [name for name, _ in model.named_parameters()]
+    pagedweight.patch(model)
+    model.pagedweight.set_bits(2)
+    expected = model.pagedweight.store.dense(model.pagedweight.layout.moe_layers[1], Projection.DOWN, 6)
+    pagedweight.unpatch(model)
+    restored = model.model.layers[1].mlp.experts.down_proj
+    assert torch.equal(restored, expected.to(torch.bfloat16))
+    assert sorted(name for name, _ in model.named_parameters()) == sorted(names)
+    with pytest.raises(ValueError, match="is not patched"):
+        pagedweight.unpatch(model)
+
+
+def test_case_83_inference_mode_on_either_side() -> None:
+    ids = tokens(2, 9)
+    inside = small()
+    outside = copy.deepcopy(inside)
+    with torch.inference_mode():
+        pagedweight.patch(inside)
+    pagedweight.patch(outside)
+    for model in (inside, outside):
+        model.pagedweight.set_bits(3)
+        model.to(torch.float32)
+    with torch.no_grad():
+        plain = [model(ids).logits for model in (inside, outside)]
+    with torch.inference_mode():
+        inference = [model(ids).logits for model in (inside, outside)]
+        outside.pagedweight.set_bits(6)
+    assert all(torch.equal(plain[0], other) for other in (*plain, *inference))
+    assert set(outside.pagedweight.snapshot().bits) == {6}
+
+
+def test_case_111_dtype_and_device_moves_leave_planes_alone() -> None:
+    model = pagedweight.patch(small())
+    memory = model.pagedweight.arena.memory
+    before = memory.clone()
+    ids = tokens(2, 9)
+    with torch.no_grad():
+        for move, dtype in (
+            (lambda m: m.half(), torch.float16),
+            (lambda m: m.to(torch.bfloat16), torch.bfloat16),
+            (lambda m: m.float(), torch.float32),
+            (lambda m: m.to("cpu"), torch.float32),
+        ):
+            assert move(model)(ids).logits.dtype == dtype
+            assert model.pagedweight.arena.memory is memory
+            assert torch.equal(memory, before)
+
+
+def test_case_113_adapters_reach_attention_or_are_refused() -> None:
+    peft = pytest.importorskip("peft", reason="needs peft")
+    on_experts = peft.LoraConfig(target_modules=[], target_parameters=["mlp.experts.gate_up_proj"], r=2)
+    wrapped = peft.get_peft_model(small(), on_experts)
+    with pytest.raises(ValueError, match="adapter of type ParamWrapper is wrapped around the expert weights"):
+        pagedweight.patch(wrapped)
+    with pytest.raises(ValueError, match="target"):
+        peft.get_peft_model(pagedweight.patch(small()), on_experts)
+    ids = tokens(2, 9)
+    model = pagedweight.patch(small())
+    with torch.no_grad():
+        before = model(ids).logits
+        adapted = peft.get_peft_model(
+            model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        )
+        assert (adapted(ids).logits - before).abs().max() > 1e-3 * before.abs().max()
+
+
+def test_backward_through_paged_experts_says_that_it_cannot() -> None:
+    model = pagedweight.patch(small())
+    with pytest.raises((NotImplementedError, RuntimeError), match="pagedweight"):
+        model(tokens(1, 5), labels=tokens(1, 5)).loss.backward()
+
+
+def test_padding_is_not_counted() -> None:
+    model = pagedweight.patch(small())
+    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :5] = 0
+    with torch.no_grad():
+        model(ids, attention_mask=mask)
+    assert model.pagedweight.stats.counts.sum(-1).tolist() == [[13, 13]]
+    with torch.no_grad():
+        model(ids)
+    assert model.pagedweight.stats.counts.sum(-1).tolist() == [[31, 31]]
+
+
+def test_save_pretrained_will_not_lose_the_experts(tmp_path) -> None:
+    model = pagedweight.patch(small())
+    with pytest.raises(ValueError, match=r"use pagedweight\.save"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_without_a_budget_or_of_another_model_is_refused() -> None:
+    model = pagedweight.patch(small())
+    with pytest.raises(ValueError, match=r"RuntimeConfig\(budget_bytes=...\)"):
+        model.pagedweight.new_cache()
+    first, second = (pagedweight.patch(small(), config=RuntimeConfig(budget_bytes=2**20)) for _ in range(2))
+    with pytest.raises(ValueError, match="another model's arena"), torch.no_grad():
+        first(tokens(1, 4), past_key_values=second.pagedweight.new_cache())
+
+
+def test_case_89_without_a_shared_cache_widths_stay_as_they_are() -> None:
+    for config in (RuntimeConfig(), RuntimeConfig(budget_bytes=2**20)):
+        model = pagedweight.patch(small(), config=config)
+        model.generate(tokens(2, 5), max_new_tokens=20, do_sample=False)
+        assert set(model.pagedweight.snapshot().bits) == {6}
