@@ -65,7 +65,7 @@ def root(
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for timeline.png and demo.json.")] = Path("pagedweight-demo"),
     tokens: Annotated[int, typer.Option(min=16, max=500, help="Tokens to generate.")] = 480,
-    budget: Annotated[str, typer.Option(help="Bytes for weights and KV cache together, such as 9MiB.")] = "9MiB",
+    budget: Annotated[str, typer.Option(help="Bytes for weights and KV cache together, such as 9MiB.")] = "8.5MiB",
     windows: Annotated[int, typer.Option(min=1, max=3, help="Held-out windows of 512 tokens to read.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the sampled continuation.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,

@@ -19,7 +19,6 @@ import pagedweight
 from pagedweight.demo.evaluation import WINDOW_TOKENS
 
 ASSETS = Path(pagedweight.__file__).parent / "assets"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
 
 def write_checkpoint(source: Path, out: Path) -> None:
@@ -27,9 +26,6 @@ def write_checkpoint(source: Path, out: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch) / "checkpoint"
         pagedweight.quantize(str(source), str(made))
-        for name in TOKENIZER_FILES:
-            if (source / name).exists():
-                shutil.copyfile(source / name, made / name)
         shutil.rmtree(out / "pagedweight", ignore_errors=True)
         shutil.copytree(made, out, dirs_exist_ok=True)
 

@@ -14,6 +14,10 @@ from pagedweight.demo.run import DemoResult
 from pagedweight.demo.timeline import thinned
 
 TABLE_ROWS = 14
+NOTE = (
+    "KL is the mean divergence of the next-token distribution from the bf16 model's. On a model this small the tables "
+    "outweigh the planes, which no full-size model shows: read mean bits beside bytes."
+)
 
 
 def as_dict(result: DemoResult) -> dict:
@@ -45,18 +49,15 @@ def print_report(result: DemoResult, folder: Path, as_json: bool) -> None:
     console.print(f"[bold]{result.prompt}[/bold]{result.continuation}", highlight=False, soft_wrap=True)
     console.print(_timeline_table(result))
     console.print(_quality_table(result))
-    console.print(
-        "KL is the mean divergence of the next-token distribution from the bf16 model's. On a model this small a "
-        "16-bit table outweighs the planes it serves, which no full-size model shows: read mean bits beside bytes.",
-        highlight=False,
-    )
+    console.print(NOTE, highlight=False)
     console.print(f"{folder / 'timeline.png'} and {folder / 'demo.json'} written in {result.seconds:.0f} s")
 
 
 def _timeline_table(result: DemoResult) -> Table:
-    table = Table(title=f"Memory over time, {_kib(result.budget_bytes)} KiB in all", title_justify="left")
-    table.add_column("doing")
-    for name in ("forward", "tokens", "planes KiB", "tables KiB", "KV KiB", "free KiB", "KV blocks", "mean bits"):
+    title = f"Memory over time in KiB; the budget is {_kib(result.budget_bytes)}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("doing", no_wrap=True)
+    for name in ("step", "tokens", "planes", "tables", "KV", "free", "KV blocks", "mean bits"):
         table.add_column(name, justify="right")
     for s in thinned(result.samples, TABLE_ROWS):
         sizes = (s.planes_bytes, s.tables_bytes, s.kv_bytes, s.free_bytes)
@@ -68,7 +69,7 @@ def _timeline_table(result: DemoResult) -> Table:
 def _quality_table(result: DemoResult) -> Table:
     table = Table(title="Held-out text", title_justify="left")
     table.add_column("experts at")
-    for name in ("mean bits", "weights KiB", "perplexity", "KL to bf16 (nats)"):
+    for name in ("mean bits", "weights KiB", "perplexity", "KL, nats"):
         table.add_column(name, justify="right")
     for row in result.quality:
         quality = (f"{row.quality.perplexity:.2f}", f"{row.quality.kl_nats:.4f}")

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 class Phase(enum.Enum):
     """What the demo was doing."""
 
-    GENERATE = "generating"
-    IDLE = "sequence ended"
-    READ = "reading held-out text"
+    GENERATE = "generate"
+    IDLE = "idle"
+    READ = "read"
 
 
 class Sample(NamedTuple):
