@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +109,13 @@ class Policy:
     def sensitivity(self) -> np.ndarray:
         """(R, W), s_i^b in units of the loss calibration measured: s_bar * m_cal."""
         return self.s_bar * self.m_cal[:, None]
+
+    @cached_property
+    def sensitivity_by_width(self) -> np.ndarray:
+        """(W, R), the same with each width's values side by side; kept, for the planner reads it at every step."""
+        by_width = np.ascontiguousarray(self.sensitivity.T)
+        by_width.flags.writeable = False
+        return by_width
 
     def replaced(self, **changes: object) -> Policy:
         """A copy with some fields changed, checked again."""

@@ -12,18 +12,25 @@ def global_damage(sensitivity_from: np.ndarray, sensitivity_to: np.ndarray) -> n
 
 def log_residual(weights: np.ndarray, bias: np.ndarray, features: np.ndarray) -> np.ndarray:
     """rho-hat, the residual head's prediction from phi, Eq. (5). weights, features: (3, ...); bias: (...)."""
-    return weights[0] * features[0] + weights[1] * features[1] + weights[2] * features[2] + bias
+    rho = weights[0] * features[0] + bias
+    rho += weights[1] * features[1]
+    rho += weights[2] * features[2]
+    return rho
 
 
 def residual_factor(
     log_residual: np.ndarray, confidence: np.ndarray, alpha: float, rho_min: float, rho_max: float
 ) -> np.ndarray:
     """eta, the factor by which this prompt's damage departs from the average, Eq. (6); 1 at zero confidence."""
-    return np.exp(alpha * confidence * np.clip(log_residual, rho_min, rho_max))
+    exponent = np.clip(log_residual, rho_min, rho_max)
+    exponent *= alpha * confidence
+    return np.exp(exponent)
 
 
 def predicted_damage(
     global_damage: np.ndarray, multiplier: np.ndarray, residual_factor: np.ndarray | float, epsilon: float
 ) -> np.ndarray:
     """d-hat, what the greedy weighs against bytes, Eq. (8); never below epsilon."""
-    return np.maximum(epsilon, multiplier * global_damage * residual_factor)
+    damage = multiplier * global_damage
+    damage *= residual_factor
+    return np.maximum(epsilon, damage)

@@ -17,8 +17,8 @@ def least_damage_index(released: np.ndarray, damage: np.ndarray, start: np.ndarr
     start: (R,) width index to lower from. released, damage: float64 (W, R) totals by width, measured from start;
     damage is 0 there and infinite where a width is not legal.
     """
-    nearest_first = np.arange(len(released), dtype=np.int8)[::-1]
-    steps = hull_steps(np.where(np.isfinite(damage), released, 0.0), damage, start, nearest_first)
+    legal = np.isfinite(damage)
+    steps = hull_steps(np.where(legal, released, 0.0), np.where(legal, damage, 0.0), start)
     count = steps.meeting(target_bytes)
     if not count or steps.totals(count)[0] < target_bytes:
         return steps.reached(start, count)

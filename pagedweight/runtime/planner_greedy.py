@@ -40,7 +40,7 @@ class Steps(NamedTuple):
 
 
 class _Segments(NamedTuple):
-    """At most one hull segment of each row."""
+    """Hull segments in any order, a row's own in hull order."""
 
     slope: np.ndarray
     row: np.ndarray
@@ -50,58 +50,74 @@ class _Segments(NamedTuple):
     damage: np.ndarray
 
 
-def hull_steps(bytes_: np.ndarray, damage: np.ndarray, start: np.ndarray, nearest_first: np.ndarray) -> Steps:
-    """Sorted hull segments of every row.
+def hull_steps(bytes_: np.ndarray, damage: np.ndarray, start: np.ndarray) -> Steps:
+    """Sorted hull segments of every row, lowering it from width index start (R,).
 
-    bytes_, damage: float64 (W, R), each width's totals measured from the row's present state; 0 bytes where a width
-    is not legal. start: (R,) present width index. nearest_first: (W,) width indices in the order in which a row
-    passes them; of equally cheap segments the nearest is taken.
+    bytes_, damage: float64 (W, R), each width's totals measured from start. bytes_ is 0 at start and above, and where
+    a width is not legal; damage is 0 at start. Of equally cheap segments the nearest is taken.
     """
+    single, convex = _single_steps(bytes_, damage)
+    bent = np.flatnonzero(~convex)
+    if not bent.size:
+        return _sorted_steps(single)
+    found = _walk_hulls(bytes_[:, bent], damage[:, bent], start[bent])
+    found = [segments._replace(row=bent[segments.row]) for segments in found]
+    return _sorted_steps(_Segments(*map(np.concatenate, zip(single, *found, strict=True))))
+
+
+def _single_steps(bytes_: np.ndarray, damage: np.ndarray) -> tuple[_Segments, np.ndarray]:
+    """Single-width steps of the rows whose hull consists of them, as most do, and bool (R,) which rows those are."""
+    widths, rows = bytes_.shape
+    run, rise = bytes_[-2::-1] - bytes_[:0:-1], damage[-2::-1] - damage[:0:-1]
+    taken = run > 0
+    slope = np.divide(rise, run, out=np.full(run.shape, np.inf), where=taken)
+    convex = np.count_nonzero(taken, axis=0) == np.count_nonzero(bytes_, axis=0)
+    if widths > 2:
+        convex &= ~((slope[1:] < slope[:-1]) & taken[:-1]).any(axis=0)
+    flat = np.flatnonzero(taken & convex)
+    place, row = np.divmod(flat, rows)
+    to = (widths - 2 - place).astype(np.int8)
+    slope, run, rise = (values.reshape(-1)[flat] for values in (slope, run, rise))
+    return _Segments(slope, row, to + np.int8(1), to, run, rise), convex
+
+
+def _walk_hulls(bytes_: np.ndarray, damage: np.ndarray, start: np.ndarray) -> list[_Segments]:
+    """Segments of any rows: from where each row is, again and again the cheapest way on, to whatever width."""
     rows = np.arange(len(start))
     at, at_bytes, at_damage, last = start, np.zeros(len(rows)), np.zeros(len(rows)), np.full(len(rows), -np.inf)
     found = []
-    for _ in nearest_first[1:]:
-        slope, to, to_bytes, to_damage = _cheapest_next(bytes_, damage, at_bytes, at_damage, nearest_first)
-        going = np.flatnonzero(to_bytes)
+    for _ in range(len(bytes_) - 1):
+        slope, to = _cheapest_next(bytes_, damage, at_bytes, at_damage)
+        going = np.flatnonzero(np.isfinite(slope))
         if not going.size:
             break
-        if len(going) < len(rows):
-            rows, at, at_bytes, at_damage, last, slope, to, to_bytes, to_damage = (
-                column[going] for column in (rows, at, at_bytes, at_damage, last, slope, to, to_bytes, to_damage)
-            )
-            bytes_, damage = bytes_[:, going], damage[:, going]
+        bytes_, damage, rows, came_from, to = bytes_[:, going], damage[:, going], rows[going], at[going], to[going]
+        everyone = np.arange(len(going))
+        to_bytes, to_damage = bytes_[to, everyone], damage[to, everyone]
         # Rounding may make a later segment look cheaper by one unit in the last place; it still comes later.
-        last = np.maximum(slope, last)
-        found.append(_Segments(last, rows, at, to, to_bytes - at_bytes, to_damage - at_damage))
+        last = np.maximum(slope[going], last[going])
+        found.append(_Segments(last, rows, came_from, to, to_bytes - at_bytes[going], to_damage - at_damage[going]))
         at, at_bytes, at_damage = to, to_bytes, to_damage
-    return _sorted_steps(found)
+    return found
 
 
 def _cheapest_next(
-    bytes_: np.ndarray, damage: np.ndarray, at_bytes: np.ndarray, at_damage: np.ndarray, nearest_first: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Least slope from where each row is to any width beyond it; that width's index, bytes (0 for none) and damage."""
-    rows = len(at_bytes)
-    best, to = np.full(rows, np.inf), np.zeros(rows, dtype=np.int8)
-    to_bytes, to_damage = np.zeros(rows), np.zeros(rows)
-    slope = np.empty(rows)
-    for width in nearest_first:
+    bytes_: np.ndarray, damage: np.ndarray, at_bytes: np.ndarray, at_damage: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Least slope from where each row is to any width beyond it, infinite where there is none; that width's index."""
+    best, to = np.full(len(at_bytes), np.inf), np.zeros(len(at_bytes), dtype=np.int8)
+    for width in reversed(range(len(bytes_))):
         run = bytes_[width] - at_bytes
-        slope.fill(np.inf)
-        np.divide(damage[width] - at_damage, run, out=slope, where=run > 0)
+        slope = np.divide(damage[width] - at_damage, run, out=np.full(len(run), np.inf), where=run > 0)
         cheaper = slope < best
-        for kept, offered in ((best, slope), (to, width), (to_bytes, bytes_[width]), (to_damage, damage[width])):
-            np.copyto(kept, offered, where=cheaper)
-    return best, to, to_bytes, to_damage
+        best[cheaper], to[cheaper] = slope[cheaper], width
+    return best, to
 
 
-def _sorted_steps(found: list[_Segments]) -> Steps:
-    if not found:
-        none = np.empty(0, dtype=np.int64)
-        return Steps(none, none, none, np.empty(0), np.empty(0))
-    slope, row, origin, to, gained, added = (np.concatenate(column) for column in zip(*found, strict=True))
-    order = argsort_by(slope, row)
-    return Steps(row[order], origin[order], to[order], np.cumsum(gained[order]), np.cumsum(added[order]))
+def _sorted_steps(found: _Segments) -> Steps:
+    order = argsort_by(found.slope, found.row)
+    total_bytes, total_damage = np.cumsum(found.bytes[order]), np.cumsum(found.damage[order])
+    return Steps(found.row[order], found.origin[order], found.to[order], total_bytes, total_damage)
 
 
 def argsort_by(keys: np.ndarray, row: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ class Scores(NamedTuple):
 
     committed: (R,) index of the committed width. movable: bool (R,). bucket: (R,).
     released: float64 (W, R), whole bytes freed by moving to each width (negative: needed).
-    damage: (W, R), d-hat of moving to each lower width; meaningless elsewhere.
+    damage: (W, R), d-hat of moving to each lower width; 0 at the committed one, meaningless above.
     """
 
     committed: np.ndarray
@@ -36,6 +36,7 @@ def score_actions(table: TableSnapshot, observation: Observation, policy: Policy
     committed = committed_index(table)
     bucket, multiplier = routing_buckets(table, observation, policy)
     damage = transition_damage(table, observation, policy, multiplier, committed)
+    damage[committed, np.arange(len(committed))] = 0.0
     released = np.negative(bytes_above(table, committed))
     return Scores(committed, ~table.busy, bucket, released, damage)
 
@@ -64,7 +65,7 @@ def transition_damage(
 
     raising: of lowering from each width to the anchor, which is what raising to that width takes back.
     """
-    sensitivity = np.multiply(policy.s_bar.T, policy.m_cal, order="C")
+    sensitivity = policy.sensitivity_by_width
     at_anchor = sensitivity[anchor, np.arange(len(anchor))]
     ends = (sensitivity, at_anchor) if raising else (at_anchor, sensitivity)
     factor = prompt_factor(table, observation, policy, anchor, raising=raising)

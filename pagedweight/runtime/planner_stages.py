@@ -61,17 +61,16 @@ def largest_release(scores: Scores, lowest: np.ndarray) -> int:
 
 def legal_steps(scores: Scores, lowest: np.ndarray) -> Steps:
     """Steps within the moves that lowest (R,) permits."""
-    width_index = np.arange(len(scores.released), dtype=np.int8)
-    released = scores.released * (width_index[:, None] >= lowest)
-    return hull_steps(released, scores.damage, scores.committed, width_index[::-1])
+    width_index = np.arange(len(scores.released), dtype=np.int8)[:, None]
+    legal = (width_index >= lowest.astype(np.int8)) & (width_index < scores.committed)
+    return hull_steps(scores.released * legal, scores.damage, scores.committed)
 
 
 def covering(scores: Scores, lowest: np.ndarray, steps: Steps, target_bytes: int) -> Change:
     """The cheapest plan within the moves that lowest (R,) permits; the steps must release target_bytes."""
     width_index = np.arange(len(scores.released))[:, None]
     legal = (width_index >= lowest) & (width_index < scores.committed)
-    damage = np.where(legal, scores.damage, np.inf)
-    damage[scores.committed, np.arange(len(lowest))] = 0.0
+    damage = np.where(legal | (width_index == scores.committed), scores.damage, np.inf)
     return cover(steps, scores.committed, scores.released, damage, target_bytes, steps.meeting(target_bytes))
 
 

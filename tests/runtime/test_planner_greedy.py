@@ -67,7 +67,7 @@ def test_steps_are_each_rows_lower_hull(seed: int) -> None:
     bytes_ -= bytes_[-1]
     damage = np.concatenate([rng.random((widths - 1, rows)), np.zeros((1, rows))])
     start = np.full(rows, widths - 1)
-    steps = hull_steps(bytes_, damage, start, np.arange(widths)[::-1])
+    steps = hull_steps(bytes_, damage, start)
     gained, added = np.diff(steps.bytes, prepend=0), np.diff(steps.damage, prepend=0)
     assert (np.diff(added / gained) >= -1e-9).all()
     for row in range(rows):
