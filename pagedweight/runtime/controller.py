@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 
 from pagedweight.layout import BlockId, BlockTables, Layout, RoutingStats
 from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
+from pagedweight.runtime.controller_plan import Planning
 from pagedweight.runtime.controller_report import RuntimeSnapshot, explain_row, take_snapshot
 from pagedweight.runtime.controller_signals import SignalReader
 from pagedweight.runtime.frames import KV_OWNER, Arena, OutOfFrames
 from pagedweight.runtime.kv import ArenaGauge, KVGauge, KVState
-from pagedweight.runtime.observe import Limits, Observation, observe
 from pagedweight.runtime.pager import Pager
 from pagedweight.runtime.pages import HostPages
-from pagedweight.runtime.planner import Plan, Queue, initial_bits, plan_raise, plan_step
+from pagedweight.runtime.planner import initial_bits
 from pagedweight.runtime.table import PageTable
 from pagedweight.runtime.table_view import TableSnapshot, Transition
 from pagedweight.runtime.transfer import TransferEngine
 
-_LOG = logging.getLogger(__name__)
-_NOTHING = Plan()
 _RESCUES_PER_ALLOCATION = 3
 
 
@@ -53,15 +49,12 @@ class Runtime:
         self._host = host
         self._engine = engine
         self._gauge = gauge
-        self._signals = SignalReader(stats, engine, log_features=policy.feature_transform == "log")
         self._weights = np.array([n * k for n, k in layout.row_shapes()], dtype=np.int64)
         self._table = PageTable(layout, host.sizes, arena)
         self._pager = Pager(self._table, arena, host, engine)
-        self._queue = Queue()
+        signals = SignalReader(stats, engine, log_features=policy.feature_transform == "log")
+        self._planning = Planning(self._table, self._pager, arena, policy, config, signals)
         self._kv: KVState | None = None
-        self._shortfall_bytes = 0
-        self._fruitless: tuple[int, ...] | None = None
-        self._state = "at rest"
         self._paused = False
         self._rescue_order = _cheapest_to_drop(policy, host.sizes.resident_bytes())
         self._place()
@@ -85,10 +78,10 @@ class Runtime:
         self._pager.collect(wait=self.config.deterministic)
         self._pager.raise_landed()
         self._kv = self._read(pending_blocks)
-        plan = self._plan(self._kv)
-        self._pager.lower(plan.transitions)
+        moves = self._planning.decide(self._kv).transitions if self._kv else ()
+        self._pager.lower(moves)
         self._table.publish()
-        self._pager.start(plan.transitions)
+        self._pager.start(moves)
         self._make_room(self._kv)
         self._table.advance()
 
@@ -101,7 +94,12 @@ class Runtime:
 
     def snapshot(self) -> RuntimeSnapshot:
         return take_snapshot(
-            self._table, self._pager, self.arena.bytes_by_owner(), self._weights, self._kv, self._shortfall_bytes
+            self._table,
+            self._pager,
+            self.arena.bytes_by_owner(),
+            self._weights,
+            self._kv,
+            self._planning.shortfall_bytes,
         )
 
     def explain(self, block: BlockId | None = None) -> str:
@@ -111,15 +109,16 @@ class Runtime:
         if self._gauge is None:
             return "no KV gauge is attached: widths stay as they are"
         return (
-            f"{self._state}: {self._kv}, offload at {self.config.offload_free_blocks} free blocks or fewer, "
-            f"reload above {self.config.reload_free_blocks}; shortfall {self._shortfall_bytes} bytes; "
+            f"{self._planning.state}: {self._kv}, offload at {self.config.offload_free_blocks} free blocks or fewer, "
+            f"reload above {self.config.reload_free_blocks}; shortfall {self._planning.shortfall_bytes} bytes; "
             f"{self._pager.moves}"
         )
 
     def set_bits(self, bits: np.ndarray | int) -> None:
         """Bring every row to a width (one, or one for each row) and wait until it is there. For evaluation and tests.
 
-        ValueError for an unsupported width; OutOfFrames when the arena cannot hold them, the rest being in place.
+        Boundaries go on from there as pressure has it, unless paused. Raises ValueError for an unsupported width,
+        OutOfFrames when the arena cannot hold them all, with those that fit in place.
         """
         wanted = np.broadcast_to(np.asarray(bits, dtype=np.int64), (self.layout.rows,))
         unsupported = sorted(set(wanted.tolist()) - set(self.layout.widths))
@@ -197,79 +196,21 @@ class Runtime:
         self.set_bits(initial_bits(seen, self.policy, max(floor_bytes, free - kept_free)))
 
     def _carry_out(self, bits: np.ndarray) -> None:
-        """Move every row towards a width and wait."""
+        """Move every row towards a width and wait, no more at once than the config lets be on its way."""
         moves = _transitions(self._table.snapshot(), bits)
         self._pager.lower(moves)
         self._table.publish()
-        self._pager.start(moves)
-        self._pager.settle()
+        raising = [t for t in moves if not t.lowers]
+        sent = np.cumsum([t.bytes for t in raising]) // self.config.max_loading_bytes
+        for part in range(int(sent[-1]) + 1 if raising else 1):
+            self._pager.start(t for t, at in zip(raising, sent, strict=True) if at == part)
+            self._pager.settle()
 
     def _read(self, pending_blocks: int) -> KVState | None:
         if self._gauge is None:
             return None
         state = self._gauge.read()
         return state._replace(pending_blocks=state.pending_blocks + pending_blocks)
-
-    def _plan(self, kv: KVState | None) -> Plan:
-        """Lower under pressure, raise when there is room beyond the reload threshold, else keep the queue fresh."""
-        if kv is None:
-            return _NOTHING
-        due = self._table.step % self.config.plan_period_steps == 0
-        if (self._table.step + 1) % self.config.plan_period_steps == 0:
-            self._signals.refresh(wait=self.config.deterministic)
-        situation = (kv.headroom_blocks, self._table.version, self._pager.releasing_bytes, self._pager.loading_bytes)
-        if situation == self._fruitless and not due:
-            return _NOTHING
-        if kv.headroom_blocks <= self.config.offload_free_blocks:
-            plan = self._plan_lowering(kv)
-            self._note("short of bytes" if plan.shortfall_bytes else "under pressure", plan.shortfall_bytes)
-        else:
-            plan = self._plan_raising(kv, due)
-            self._note(self._state_above_pressure(kv), 0)
-        self._fruitless = None if plan.transitions else situation
-        return plan
-
-    def _state_above_pressure(self, kv: KVState) -> str:
-        """Pressure is over only above the reload threshold, as movement has it: no change of state at every block."""
-        if kv.headroom_blocks <= self.config.reload_free_blocks:
-            return self._state
-        return "at rest" if self._table.at_parent_width else "restoring"
-
-    def _plan_lowering(self, kv: KVState) -> Plan:
-        seen = self._table.snapshot()
-        self._queue, plan = plan_step(seen, self._observe(seen, kv), self.policy, self._queue)
-        return plan
-
-    def _plan_raising(self, kv: KVState, due: bool) -> Plan:
-        """A raise that leaves free blocks above the reload threshold; the queue is refreshed when it is due."""
-        available = self._raise_bytes(kv)
-        if available <= 0 or self._table.at_parent_width:
-            return self._plan_lowering(kv) if due else _NOTHING
-        seen = self._table.snapshot()
-        plan = plan_raise(seen, self._observe(seen, kv), self.policy, available)
-        return plan._replace(transitions=self._within(plan.transitions, available))
-
-    def _raise_bytes(self, kv: KVState) -> int:
-        spare = (kv.headroom_blocks - self.config.reload_free_blocks - 1) * kv.block_bytes
-        return min(spare, self.arena.free_bytes, self.config.max_loading_bytes - self._pager.loading_bytes)
-
-    def _within(self, raising: tuple[Transition, ...], available_bytes: int) -> tuple[Transition, ...]:
-        """The raises that fit while old tables stay beside the new ones, until the new ones are in use."""
-        if not raising:
-            return raising
-        rows = np.array([t.row for t in raising])
-        needed = np.array([t.bytes for t in raising]) + self._table.slot_bytes(rows)
-        return tuple(t for t, fits in zip(raising, np.cumsum(needed) <= available_bytes, strict=True) if fits)
-
-    def _observe(self, seen: TableSnapshot, kv: KVState) -> Observation:
-        return observe(
-            seen,
-            kv,
-            self.config.offload_free_blocks,
-            self._signals.refresh(wait=self.config.deterministic),
-            in_flight_bytes=self._pager.releasing_bytes,
-            limits=Limits(dwell_steps=self.config.min_dwell_steps, raise_bytes=self.config.max_loading_bytes),
-        )
 
     def _make_room(self, kv: KVState | None) -> None:
         """The coming forward's blocks, where they come from the arena; what cannot be had, its allocation reports."""
@@ -280,13 +221,6 @@ class Runtime:
         if self._paused or wanted_bytes <= self.arena.free_bytes:
             return self.arena.free_bytes
         return self._pager.rescue(wanted_bytes, self._rescue_order)
-
-    def _note(self, state: str, shortfall_bytes: int) -> None:
-        """One log line for each change of state, however many boundaries it lasts."""
-        self._shortfall_bytes = shortfall_bytes
-        if state != self._state:
-            self._state = state
-            _LOG.info("expert weights are %s", self.explain())
 
 
 def _transitions(seen: TableSnapshot, bits: np.ndarray) -> list[Transition]:

@@ -80,6 +80,10 @@ class Arena:
     def owner(self, frame: int) -> Owner:
         return Owner(OwnerKind(int(self._kind[frame])), int(self._row[frame]))
 
+    def are_owned_by(self, frames: np.ndarray, owner: Owner) -> bool:
+        """Whether an owner (one, or one for each frame) holds all of these frames."""
+        return bool((self._kind[frames] == owner.kind).all() and (self._row[frames] == owner.row).all())
+
     def owned_by(self, owner: Owner) -> np.ndarray:
         """int64 ids of the frames an owner holds, ascending. Walks the arena: for checks, not for every step."""
         return np.flatnonzero((self._kind == owner.kind) & (self._row == owner.row))

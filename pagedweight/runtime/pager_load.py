@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,7 +15,10 @@ from pagedweight.runtime.table_view import Transition
 from pagedweight.runtime.transfer import FrameCopy, Ticket, TransferEngine
 
 
-class _Load(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Load:
+    """Rows on their way in with one batch of copies; compared by identity."""
+
     rows: np.ndarray
     bytes: int
     ticket: Ticket

@@ -13,7 +13,7 @@ from pagedweight.runtime.table import PageState, PageTable
 from pagedweight.runtime.transfer import FrameCopy, Ticket, TransferEngine
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Release:
     """Frames that are free when every ticket is done: those of pages that leave, and table frames out of use."""
 

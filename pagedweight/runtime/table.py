@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pagedweight.layout import BlockTables, Layout
-from pagedweight.runtime.frames import Arena, OwnerKind
+from pagedweight.runtime.frames import Arena, Owner, OwnerKind
 from pagedweight.runtime.pages import PageSizes
 from pagedweight.runtime.table_view import TableSnapshot
 
@@ -68,6 +68,11 @@ class PageTable:
     def at_parent_width(self) -> bool:
         """Whether no row can be raised further."""
         return bool((self.desired == self.sizes.planes).all())
+
+    @property
+    def steps_at_rest(self) -> int:
+        """Boundaries since any committed width changed."""
+        return self.step - int(self._changed_at.max())
 
     @property
     def published(self) -> bool:
@@ -204,10 +209,10 @@ class PageTable:
         assert (self.desired == self.committed)[at_rest].all()
         assert ((self.slot_run >= 0) == (self.committed > self.floor)).all()
         assert ((self.floor_run >= 0) == (self.committed > 0)).all()
-        for row in range(len(self.committed)):
-            held = self.frames[row][self.frames[row] >= 0]
-            assert len(held) == int(has_frames[row].sum()) * self.sizes.plane_frames[row], row
-            assert all(self._arena.owner(frame) == (OwnerKind.PLANE, row) for frame in held), row
+        rows, _, at = np.nonzero(self.frames >= 0)
+        assert (at < self.sizes.plane_frames[rows]).all()
+        assert len(rows) == int((has_frames * self.sizes.plane_frames[:, None]).sum())
+        assert self._arena.are_owned_by(self.frames[self.frames >= 0], Owner(OwnerKind.PLANE, rows))
         every = self.frames[self.frames >= 0]
         assert len(np.unique(every)) == len(every)
         self._check_published()
@@ -215,10 +220,10 @@ class PageTable:
     def _check_published(self) -> None:
         clean = np.flatnonzero(~self._dirty & (self.committed > 0))
         assert (self.tables.bits.cpu().numpy()[clean] == self.committed[clean]).all()
-        published = self.tables.frame_address.cpu().numpy()
-        for row in clean:
-            used = np.s_[: self.committed[row], : self.sizes.plane_frames[row]]
-            assert (published[row][used] == self._arena.address(self.frames[row][used])).all(), row
+        published = self.tables.frame_address.cpu().numpy()[clean]
+        frames = self.frames[clean]
+        used = (self._planes < self.committed[clean, None])[:, :, None] & (frames >= 0)
+        assert (published == self._arena.address(frames))[used].all()
 
     def _commit(self, rows: np.ndarray) -> None:
         self.committed[rows] = self.desired[rows]

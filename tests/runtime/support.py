@@ -22,13 +22,13 @@ FRAME_BYTES = 128
 
 
 class TinyModel(NamedTuple):
-    """pages and tables are the truth that tests compare with; the host's copies may be forgotten."""
+    """pages (by row, uint8 (P, bytes)) and tables (by row and width) are the truth; host copies may be forgotten."""
 
     layout: Layout
     sizes: PageSizes
     host: HostPages
-    pages: dict[tuple[int, int], torch.Tensor]
-    tables: dict[tuple[int, int], torch.Tensor]
+    pages: dict[int, np.ndarray]
+    tables: dict[tuple[int, int], np.ndarray]
 
     def resident_frames(self, bits: int) -> int:
         """Frames of every row at one width."""
@@ -44,14 +44,14 @@ def tiny_model(
     plane_frames = np.array([1 + (n * k) // 128 for n, k in layout.row_shapes()])
     sizes = PageSizes.of(layout, plane_frames, FRAME_BYTES)
     host, pages, tables = host_pages(sizes), {}, {}
-    generator = torch.Generator().manual_seed(7)
+    rng = np.random.default_rng(7)
     for row, (n, _) in enumerate(layout.row_shapes()):
-        for plane in range(layout.parent_width):
-            pages[row, plane] = _random_bytes(plane_frames[row] * FRAME_BYTES, generator)
-            host.store(row, plane, pages[row, plane])
+        pages[row] = rng.integers(0, 256, (layout.parent_width, plane_frames[row] * FRAME_BYTES), dtype=np.uint8)
+        for plane, page in enumerate(pages[row]):
+            host.store(row, plane, torch.from_numpy(page))
         for width in widths:
-            tables[row, width] = _random_bytes(n * 2 * 2**width, generator)
-            host.store_table(row, width, tables[row, width])
+            tables[row, width] = rng.integers(0, 256, n * 2 * 2**width, dtype=np.uint8)
+            host.store_table(row, width, torch.from_numpy(tables[row, width]))
     return TinyModel(layout, sizes, host, pages, tables)
 
 
@@ -90,16 +90,22 @@ def assert_published(model: TinyModel, tables: BlockTables, arena: Arena) -> Non
     memory, base = arena.memory.numpy(), arena.memory.data_ptr()
     rows = memory.reshape(-1, FRAME_BYTES)
     frames = (tables.frame_address.numpy() - base) // FRAME_BYTES
+    starts = tables.table_address.numpy() - base
     for row, bits in enumerate(tables.bits.tolist()):
         if not bits:
             continue
-        start, table = int(tables.table_address[row]) - base, model.tables[row, bits].numpy()
+        start, table = starts[row], model.tables[row, bits]
         assert start >= 0
-        assert np.array_equal(memory[start : start + len(table)], table), (row, bits)
-        for plane in range(bits):
-            used = frames[row, plane, : model.sizes.plane_frames[row]]
-            assert (used >= 0).all(), (row, plane)
-            assert np.array_equal(rows[used].ravel(), model.pages[row, plane].numpy()), (row, plane, bits)
+        assert memory[start : start + len(table)].tobytes() == table.tobytes(), (row, bits)
+        used = frames[row, :bits, : model.sizes.plane_frames[row]]
+        assert (used >= 0).all(), (row, bits)
+        assert rows[used].tobytes() == model.pages[row][:bits].tobytes(), (row, bits)
+
+
+def host_has(model: TinyModel, row: int, plane: int) -> bool:
+    """Whether the host holds this page, with the right bytes."""
+    page = model.host.page(row, plane)
+    return page is not None and page.numpy().tobytes() == model.pages[row][plane].tobytes()
 
 
 class TransferFault(RuntimeError):
@@ -114,6 +120,7 @@ class CrankedTicket:
         self._copies = copies
         self._inwards = inwards
         self._launched = len(engine.forwards)
+        self.moves_bytes = bool(copies)
         self.finished = False
         self.failed = False
 
@@ -199,7 +206,3 @@ def everything_at(table: PageTable) -> dict[str, int]:
     planes = int((table.sizes.plane_frames * table.committed).sum())
     held = int(table.snapshot().bytes[rows, table.width_index(table.committed)].sum())
     return {"plane": planes * FRAME_BYTES, "table": held - planes * FRAME_BYTES}
-
-
-def _random_bytes(count: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(0, 256, (int(count),), dtype=torch.uint8, generator=generator)

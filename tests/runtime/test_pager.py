@@ -6,7 +6,7 @@ from pagedweight.runtime.frames import KV_OWNER, Arena, OutOfFrames, OwnerKind
 from pagedweight.runtime.pager import Pager
 from pagedweight.runtime.table import PageState, PageTable
 from pagedweight.runtime.table_view import Transition
-from tests.runtime.support import FRAME_BYTES, CrankedEngine, TransferFault, assert_published, tiny_model
+from tests.runtime.support import FRAME_BYTES, CrankedEngine, TransferFault, assert_published, host_has, tiny_model
 
 
 class Bench:
@@ -117,8 +117,8 @@ def test_a_page_without_a_host_copy_is_written_back_before_its_frames_are_freed(
     copy_out.turn()
     bench.go()
     assert bench.arena.free_frames > free
-    assert torch.equal(bench.model.host.page(3, 2), bench.model.pages[3, 2])
-    assert bench.pager.moves.written_back_bytes == bench.model.pages[3, 2].numel()
+    assert host_has(bench.model, 3, 2)
+    assert bench.pager.moves.written_back_bytes == bench.model.pages[3][2].size
     bench.go(row3=6)
     bench.settle()
 
@@ -138,7 +138,7 @@ def test_a_failed_write_back_keeps_the_only_copy_and_is_tried_again():
     bench.go()
     bench.settle()
     assert bench.model.host.page(3, 2) is room
-    assert torch.equal(bench.model.host.page(3, 2), bench.model.pages[3, 2])
+    assert host_has(bench.model, 3, 2)
 
 
 def test_a_failed_reload_gives_everything_back_and_works_the_next_time():
@@ -264,7 +264,7 @@ def test_host_memory_that_runs_out_leaves_the_page_where_it_is(monkeypatch):
     bench.table.check()
     bench.go()
     bench.settle()
-    assert torch.equal(bench.model.host.page(3, 3), bench.model.pages[3, 3])
+    assert host_has(bench.model, 3, 3)
 
 
 def raise_memory_error(*_args, **_kwargs):

@@ -1,0 +1,365 @@
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from pagedweight.layout import BlockId, Projection, RoutingStats
+from pagedweight.runtime.config import RuntimeConfig
+from pagedweight.runtime.controller import Runtime
+from pagedweight.runtime.frames import Arena, OutOfFrames
+from pagedweight.runtime.kv import ArenaGauge, CallableGauge, KVState
+from pagedweight.runtime.pages import HostPages
+from pagedweight.runtime.transfer import ImmediateEngine
+from tests.runtime.support import (
+    FRAME_BYTES,
+    CrankedEngine,
+    TransferFault,
+    assert_published,
+    everything_at,
+    random_policy,
+    tiny_model,
+    tiny_runtime,
+)
+
+CONFIG = RuntimeConfig(offload_free_blocks=2, reload_free_blocks=6, min_dwell_steps=2)
+BLOCK_FRAMES = 4
+
+
+def check(model, runtime: Runtime) -> None:
+    runtime.check()
+    assert_published(model, runtime.tables, runtime.arena)
+
+
+def crank(runtime: Runtime) -> CrankedEngine:
+    return runtime._engine
+
+
+def test_kv_takes_every_byte_down_to_the_floor_and_gives_them_back():
+    model = tiny_model()
+    runtime = tiny_runtime(model, 400)
+    assert runtime.snapshot().mean_bits == 6
+    blocks = []
+    while (model.resident_frames(2) + BLOCK_FRAMES * (len(blocks) + 1)) <= 400:
+        runtime.boundary(pending_blocks=1)
+        blocks.append(runtime.allocate_kv(BLOCK_FRAMES))
+        runtime.arena.rows[torch.from_numpy(blocks[-1])] = len(blocks)
+        check(model, runtime)
+    assert (runtime.snapshot().bits == 2).all()
+    assert all((runtime.arena.rows[torch.from_numpy(ids)] == at + 1).all() for at, ids in enumerate(blocks))
+    with pytest.raises(OutOfFrames, match="missing"):
+        runtime.allocate_kv(BLOCK_FRAMES)
+    for ids in blocks:
+        runtime.free_kv(ids)
+        runtime.boundary()
+        check(model, runtime)
+    for _ in range(20):
+        runtime.boundary()
+    assert (runtime.snapshot().bits == 6).all()
+    assert runtime.arena.bytes_by_owner()["kv"] == 0
+    check(model, runtime)
+
+
+def test_snapshot_bytes_are_the_bytes_held():
+    model = tiny_model()
+    runtime = tiny_runtime(model, 400)
+    runtime.set_bits(np.array([2, 3, 4, 6, 2, 3, 4, 6, 2, 3]))
+    seen = runtime.snapshot()
+    held = everything_at(runtime._table)
+    assert seen.weight_bytes == held["plane"] + held["table"] == sum(seen.bytes_by_width.values())
+    assert sum(seen.bytes_by_owner.values()) == 400 * FRAME_BYTES
+    weights = [n * k for n, k in model.layout.row_shapes()]
+    assert seen.mean_bits == pytest.approx(np.average(seen.bits, weights=weights))
+    assert (seen.loading_bytes, seen.releasing_bytes, seen.shortfall_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6])
+def test_every_uniform_width_is_reached_from_every_other(bits):
+    model = tiny_model()
+    runtime = tiny_runtime(model, 400)
+    for start in (6, 2, 4):
+        runtime.set_bits(start)
+        runtime.set_bits(bits)
+        assert (runtime.tables.bits == bits).all()
+        check(model, runtime)
+
+
+def test_addresses_of_the_device_tables_never_change():
+    runtime = tiny_runtime(tiny_model(), 400)
+    before = [t.data_ptr() for t in runtime.tables]
+    runtime.set_bits(3)
+    runtime.boundary()
+    assert [t.data_ptr() for t in runtime.tables] == before
+
+
+def test_impossible_widths_are_refused():
+    model = tiny_model()
+    runtime = tiny_runtime(model, model.resident_frames(4) + 20)
+    with pytest.raises(ValueError, match=r"\[5\]"):
+        runtime.set_bits(5)
+    with pytest.raises(OutOfFrames, match="raise the budget"):
+        runtime.set_bits(6)
+    check(model, runtime)
+
+
+def test_a_budget_below_the_floor_is_one_clear_error():
+    model = tiny_model()
+    with pytest.raises(ValueError, match="raise the budget"):
+        tiny_runtime(model, model.resident_frames(2) - 1)
+
+
+def test_initial_widths_leave_the_reload_threshold_free():
+    model = tiny_model()
+    runtime = tiny_runtime(model, model.resident_frames(4))
+    kv = ArenaGauge(runtime.arena, BLOCK_FRAMES).read()
+    assert kv.free_blocks > CONFIG.reload_free_blocks
+    assert 2 < runtime.snapshot().mean_bits < 6
+    check(model, runtime)
+
+
+def test_case_89_without_a_gauge_widths_stay_and_it_says_why():
+    model = tiny_model()
+    arena = Arena(400 * FRAME_BYTES, FRAME_BYTES)
+    runtime = Runtime(model.layout, model.host, arena, random_policy(model.layout), CONFIG, ImmediateEngine(arena))
+    runtime.set_bits(4)
+    for _ in range(20):
+        runtime.boundary(pending_blocks=3)
+    assert (runtime.snapshot().bits == 4).all()
+    assert "no KV gauge" in runtime.explain()
+
+
+def test_case_84_space_that_was_seen_is_gone_when_it_is_asked_for():
+    """Someone takes the free frames before the allocation: weights make room, or it says what is missing."""
+    model = tiny_model()
+    runtime = tiny_runtime(model, 300)
+    runtime.boundary(pending_blocks=1)
+    thief = runtime.allocate_kv(runtime.arena.free_frames)
+    ids = runtime.allocate_kv(BLOCK_FRAMES)
+    assert len(ids) == BLOCK_FRAMES
+    check(model, runtime)
+    runtime.boundary()
+    with pytest.raises(OutOfFrames, match=r"were free, .* released, .* missing"):
+        runtime.allocate_kv(300)
+    check(model, runtime)
+    runtime.free_kv(thief)
+    runtime.free_kv(ids)
+
+
+def test_a_contiguous_slab_is_found_by_dropping_more_than_its_size():
+    model = tiny_model()
+    runtime = tiny_runtime(model, model.resident_frames(6) + 30)
+    runtime.set_bits(6)
+    taken = runtime.allocate_kv(runtime.arena.free_frames)
+    first = runtime.allocate_kv_run(12)
+    assert not set(range(first, first + 12)) & set(taken)
+    check(model, runtime)
+    with pytest.raises(OutOfFrames):
+        runtime.allocate_kv_run(10_000)
+    check(model, runtime)
+
+
+@pytest.mark.parametrize("engine", [ImmediateEngine, CrankedEngine])
+def test_the_coming_forward_finds_its_blocks(engine):
+    model = tiny_model()
+    runtime = tiny_runtime(model, model.resident_frames(6) + 40, engine=engine)
+    if engine is CrankedEngine:
+        crank(runtime).model = model
+    runtime.set_bits(6)
+    runtime.boundary(pending_blocks=20)
+    assert runtime.arena.free_frames >= 20 * BLOCK_FRAMES
+    runtime.arena.allocate(20 * BLOCK_FRAMES, runtime.arena.owner(runtime.allocate_kv(1)[0]))
+
+
+def test_case_88_a_target_out_of_reach_is_met_once_and_logged_once(caplog):
+    model = tiny_model()
+    runtime = tiny_runtime(model, 400, gauge=CallableGauge(lambda: KVState(0, 10 * 400 * FRAME_BYTES)))
+    with caplog.at_level(logging.INFO, logger="pagedweight"):
+        runtime.boundary()
+        first = runtime.snapshot()
+        for _ in range(999):
+            runtime.boundary()
+    assert (first.bits == 2).all()
+    assert runtime.snapshot().moves.lowered_rows == first.moves.lowered_rows == model.layout.rows
+    assert runtime.snapshot().shortfall_bytes > 0
+    assert len(caplog.records) == 1
+
+
+def test_case_90_free_blocks_around_the_threshold_move_no_block_back_and_forth():
+    model = tiny_model()
+    free = iter(CONFIG.offload_free_blocks + (-1) ** step for step in range(1, 10_000))
+    runtime = tiny_runtime(model, 400, gauge=CallableGauge(lambda: KVState(next(free), FRAME_BYTES)))
+    bits = [runtime.snapshot().bits]
+    for _ in range(100):
+        runtime.boundary()
+        bits.append(runtime.snapshot().bits)
+    assert (np.diff(bits, axis=0) <= 0).all()  # no reload below its own threshold
+    assert runtime.snapshot().moves.released_bytes <= runtime.arena.memory.numel()
+    check(model, runtime)
+
+
+def test_case_90_swings_across_both_thresholds_move_a_block_once_in_its_dwell_time():
+    model = tiny_model()
+    config = RuntimeConfig(offload_free_blocks=2, reload_free_blocks=6, min_dwell_steps=50)
+    swing = iter([0, 100] * 1000)
+    gauge = CallableGauge(lambda: KVState(next(swing), 4 * FRAME_BYTES))
+    runtime = tiny_runtime(model, 400, config, gauge=gauge)
+    bits = [runtime.snapshot().bits]
+    for _ in range(100):
+        runtime.boundary()
+        bits.append(runtime.snapshot().bits)
+    raises = (np.diff(bits, axis=0) > 0).sum(0)
+    assert raises.max() <= 2
+    check(model, runtime)
+
+
+def test_reload_waits_for_the_dwell_time_and_leaves_the_threshold_free():
+    model = tiny_model()
+    config = RuntimeConfig(offload_free_blocks=2, reload_free_blocks=6, min_dwell_steps=10)
+    runtime = tiny_runtime(model, model.resident_frames(6) + 40, config)
+    ids = runtime.allocate_kv(runtime.arena.free_frames)
+    runtime.boundary()
+    lowered = runtime.snapshot().bits
+    assert (lowered < 6).any()
+    runtime.free_kv(ids)
+    for step in range(9):
+        runtime.boundary()
+        assert (runtime.snapshot().bits <= lowered).all(), step
+    for _ in range(30):
+        runtime.boundary()
+        assert runtime.snapshot().kv.free_blocks > config.reload_free_blocks
+    assert runtime.snapshot().mean_bits > lowered.mean()
+    check(model, runtime)
+
+
+def test_nothing_moves_while_paused():
+    model = tiny_model()
+    runtime = tiny_runtime(model, 400, gauge=CallableGauge(lambda: KVState(0, 4096)))
+    runtime.pause()
+    runtime.boundary()
+    assert (runtime.snapshot().bits == 6).all()
+    runtime.resume()
+    runtime.boundary()
+    assert (runtime.snapshot().bits < 6).any()
+
+
+def test_deterministic_runtimes_do_not_depend_on_when_copies_finish():
+    traces = []
+    for engine in (ImmediateEngine, CrankedEngine):
+        model = tiny_model()
+        config = RuntimeConfig(offload_free_blocks=2, reload_free_blocks=6, min_dwell_steps=2, deterministic=True)
+        runtime = tiny_runtime(model, 320, config, engine=engine)
+        blocks, trace = [], []
+        for step in range(60):
+            runtime.boundary(pending_blocks=1)
+            if step < 40:
+                blocks.append(runtime.allocate_kv(BLOCK_FRAMES))
+            elif blocks:
+                runtime.free_kv(blocks.pop())
+            trace.append(runtime.snapshot().bits)
+        traces.append(np.array(trace))
+    assert (traces[0] == traces[1]).all()
+
+
+def test_case_99_ranks_that_plan_for_the_scarcest_of_them_stay_in_step():
+    """The in-process half of the case: one decision from the smallest F gives the same widths everywhere."""
+    model_a, model_b = tiny_model(), tiny_model()
+    rng = np.random.default_rng(3)
+    scarcest = [0]
+    gauge = CallableGauge(lambda: KVState(scarcest[0], 512))
+    ranks = [tiny_runtime(model, frames, gauge=gauge) for model, frames in ((model_a, 400), (model_b, 463))]
+    for _ in range(50):
+        scarcest[0] = int(min(rng.integers(0, 100), rng.integers(0, 63)))
+        for rank in ranks:
+            rank.boundary()
+        assert (ranks[0].snapshot().bits == ranks[1].snapshot().bits).all()
+
+
+def test_a_fault_in_a_boundary_leaves_a_runtime_that_goes_on():
+    model = tiny_model()
+    runtime = tiny_runtime(model, 400, engine=CrankedEngine)
+    runtime.set_bits(2)
+    for _ in range(3):
+        runtime.boundary()
+    loading = [ticket for ticket in crank(runtime).pending if ticket.moves_bytes]
+    assert loading
+    loading[0].turn(fail=True)
+    with pytest.raises(TransferFault):
+        runtime.boundary()
+    check(model, runtime)
+    for _ in range(40):
+        runtime.boundary()
+        for ticket in list(crank(runtime).pending):
+            ticket.turn()
+    assert (runtime.snapshot().bits == 6).all()
+    check(model, runtime)
+
+
+def test_live_statistics_change_which_blocks_are_lowered():
+    def lowered(hot_expert: int) -> np.ndarray:
+        model = tiny_model(experts=(4,))
+        stats = RoutingStats.zeros(1, 1, 4)
+        stats.mass[0, 0] = 1.0
+        stats.mass[0, 0, hot_expert] = 100.0
+        arena = Arena(400 * FRAME_BYTES, FRAME_BYTES)
+        policy = random_policy(model.layout)
+        policy = policy.replaced(
+            s_bar=np.tile(policy.s_bar[:1], (8, 1)),
+            bucket_edges=[0.5],
+            multipliers=[1.0, 1000.0],
+            floors=[[2, 2]],
+            depth_caps=[[4, 4]],
+        )
+        gauge = CallableGauge(lambda: KVState(0, 4 * FRAME_BYTES))
+        runtime = Runtime(model.layout, model.host, arena, policy, CONFIG, ImmediateEngine(arena), gauge, stats)
+        runtime.boundary()
+        return np.flatnonzero(runtime.snapshot().bits < 6) // 2
+
+    for hot in (0, 3):
+        assert len(lowered(hot))
+        assert hot not in lowered(hot)
+
+
+def test_explain_names_a_block_by_the_models_own_layer_number():
+    runtime = tiny_runtime(tiny_model(), 400)
+    runtime.set_bits(3)
+    told = runtime.explain(BlockId(4, 1, Projection.DOWN))
+    assert told.startswith("layers.4.experts.1.down: 3 bits committed")
+    assert "GPU GPU GPU CPU CPU CPU" in told
+    with pytest.raises(KeyError):
+        runtime.explain(BlockId(2, 0, Projection.DOWN))
+
+
+def test_case_83_a_runtime_born_in_inference_mode_moves_pages_outside():
+    with torch.inference_mode():
+        model = tiny_model()
+        runtime = tiny_runtime(model, 400)
+    runtime.set_bits(3)
+    with torch.inference_mode():
+        runtime.set_bits(4)
+    runtime.boundary()
+    check(model, runtime)
+
+
+def test_case_78_host_memory_stays_flat_over_cycles():
+    model = tiny_model()
+    runtime = tiny_runtime(model, 400)
+    host: HostPages = model.host
+    before = host.bytes
+    for _ in range(20):
+        runtime.set_bits(2)
+        runtime.set_bits(6)
+    assert host.bytes == before
+    assert runtime.snapshot().moves.written_back_bytes == 0
+
+
+def test_close_finishes_what_is_in_flight():
+    model = tiny_model()
+    runtime = tiny_runtime(model, 400, engine=CrankedEngine)
+    runtime.set_bits(2)
+    for _ in range(3):
+        runtime.boundary()
+    assert not runtime.idle
+    runtime.close()
+    assert runtime.idle
+    runtime.check()
+    runtime.boundary()
