@@ -61,7 +61,8 @@ KERNELS = {
     "routing": 1,
     "fused_moe": 1,
     "decode": 1,
-    "ops": 2,
+    "regimes": 2,
+    "ops": 3,
 }
 MUTATORS = {"append", "add", "update", "setdefault", "pop", "popitem", "clear", "extend", "insert", "remove", "discard"}
 LONGEST_FILE_LINES = 300
