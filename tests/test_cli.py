@@ -106,3 +106,19 @@ def test_case_122_only_lower_bounds() -> None:
     for requirement in [*wanted, f"python{PROJECT['requires-python']}"]:
         bound = requirement.split(";")[0]
         assert not re.search(r"==|<|~=|===|!=", bound), f"{requirement} has more than a lower bound"
+
+
+def test_case_118_without_triton_everything_but_the_gpu_kernels_works() -> None:
+    """Where Triton has no build, import, --help, quantizing, patching and a forward on the CPU still work."""
+    pytest.importorskip("transformers")
+    done = python(
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, pagedweight\n"
+        "from typer.testing import CliRunner\n"
+        "from pagedweight.cli import app\n"
+        "from tests.hf_models import mixtral_m8\n"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
+        "model = pagedweight.patch(mixtral_m8(num_hidden_layers=1))\n"
+        "print(torch.isfinite(model(torch.arange(6)[None]).logits).all().item())\n"
+    )
+    assert done.stdout == "True\n", done.stderr

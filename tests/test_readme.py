@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -94,3 +96,12 @@ def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_results_are_those_of_the_recorded_run() -> None:
+    """`python scripts/readme_results.py` brings the README up to date after a new run."""
+    spec = importlib.util.spec_from_file_location("readme_results", ROOT / "scripts" / "readme_results.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    record = json.loads(script.SOURCE.read_text(encoding="utf-8"))
+    assert script.rewritten(README, record) == README
