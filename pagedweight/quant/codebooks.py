@@ -61,27 +61,31 @@ def _steps_of(means: Tensor, scale: Tensor) -> Tensor:
     return (means / torch.where(scale > 0, scale, 1.0)).round().clamp(-LUT8_LEVELS, LUT8_LEVELS)
 
 
+def smooth_basis(codebook: str, bits: int) -> Tensor:
+    """The (2^bits, D) fp64 matrix that maps a cubic's or affine's D table entries to the values of the codes."""
+    half = 1 << (bits - 1)
+    codes = torch.arange(2 * half, dtype=torch.float64) - half
+    if codebook == "affine":
+        return torch.stack([codes + 0.5, torch.ones_like(codes)], -1)
+    v = codes / half
+    return torch.stack([v**3, v**2, v, torch.ones_like(v)], -1)
+
+
 def _fit_cubic(weights: Tensor, means: Tensor) -> Tensor:
-    half = weights.shape[-1] // 2
-    v = (torch.arange(2 * half, dtype=torch.float64, device=weights.device) - half) / half
-    return (
-        _least_squares(torch.stack([v**3, v**2, v, torch.ones_like(v)], -1), weights, means)
-        .clamp(-FP16_MAX, FP16_MAX)
-        .half()
-    )
+    coefficients = _least_squares("cubic", weights, means)
+    return coefficients.clamp(-FP16_MAX, FP16_MAX).half()
 
 
 def _fit_affine(weights: Tensor, means: Tensor) -> Tensor:
-    half = weights.shape[-1] // 2
-    v = (torch.arange(2 * half, dtype=torch.float64, device=weights.device) + 0.5 - half) / half
-    slope, offset = _least_squares(torch.stack([v, torch.ones_like(v)], -1), weights, means).split(1, dim=-1)
-    return torch.cat([slope / half, offset], dim=-1).float()
+    return _least_squares("affine", weights, means).float()
 
 
-def _least_squares(basis: Tensor, weights: Tensor, means: Tensor) -> Tensor:
-    """Coefficients (..., N, D) that minimise sum_c weights (means - basis @ coefficients)^2; basis: (2^b, D)."""
-    weighted = weights.unsqueeze(-1) * basis
-    system = weighted.mT @ basis
+def _least_squares(codebook: str, weights: Tensor, means: Tensor) -> Tensor:
+    """Coefficients (..., N, D) that minimise sum_c weights (means - basis @ coefficients)^2."""
+    basis = smooth_basis(codebook, weights.shape[-1].bit_length() - 1).to(weights.device)
+    size = basis.square().mean(0).sqrt()  # columns of like size: the ridge then favours none
+    weighted = weights.unsqueeze(-1) * (basis / size)
+    system = weighted.mT @ (basis / size)
     trace = system.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     system = system + RIDGE * trace * torch.eye(basis.shape[-1], dtype=system.dtype, device=system.device)
-    return torch.linalg.solve(system, (weighted.mT @ means.unsqueeze(-1))).squeeze(-1)
+    return torch.linalg.solve(system, weighted.mT @ means.unsqueeze(-1)).squeeze(-1) / size

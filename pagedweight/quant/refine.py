@@ -1,0 +1,175 @@
+"""Better tables and codes in the same format, for the loss that correlated inputs cause: tr(D H D^T), D = W - W^b.
+
+H is the second moment of a linear-block's inputs. k-means minimises the loss of its diagonal only; these functions take
+all of it: `refit` solves for every width's table on fixed codes, `descend` also moves the codes, one column at a time,
+for all widths together. Everything is batched over a stack of E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pagedweight.bitplane import codebook_of, pack_codes, table_values, unpack_codes
+from pagedweight.layout import PackedBlock
+from pagedweight.quant.codebooks import SMOOTH_CODEBOOKS, fit_table, smooth_basis
+
+EVENNESS = 0.5
+LOSS_FLOOR = 1e-12  # of the weights' own energy: a width without loss does not outweigh all others
+RIDGE = 1e-2  # of a code's own moment, towards its k-means value: moments of few tokens would overfit
+COLUMN_BLOCK = 32  # columns between two exact recomputations of the gradients
+CHUNK_ROWS = 256  # rows whose one-hot codes are in memory at once: 4 * 2^P * K bytes each
+
+
+class _Stack(NamedTuple):
+    """E linear-blocks of one shape. codes: (E, N, K) uint8 parent codes. tables: by width, (E, N, ...)."""
+
+    codes: Tensor
+    tables: dict[int, Tensor]
+    parent_width: int
+
+    def values(self, bits: int) -> Tensor:
+        return table_values(self.tables[bits], bits)
+
+    def errors(self, weight: Tensor, bits: int) -> Tensor:
+        """W - W^b, (E, N, K) fp32."""
+        return weight - self.values(bits).gather(-1, (self.codes >> (self.parent_width - bits)).long())
+
+
+def quadratic_loss(weight: Tensor, packed: PackedBlock, moment: Tensor) -> Tensor:
+    """tr(D H D^T) at every width, ascending, (W,) fp64. weight: (N, K); moment: (K, K), symmetric."""
+    stack = _unpack([packed])
+    losses = []
+    for bits in sorted(packed.tables):
+        error = stack.errors(weight.unsqueeze(0).float(), bits)[0].double()
+        losses.append(((error @ moment.double()) * error).sum())
+    return torch.stack(losses)
+
+
+def refine_stack(
+    weight: Tensor, packed: Sequence[PackedBlock], moment: Tensor, *, sweeps: int = 0, evenness: float = EVENNESS
+) -> list[PackedBlock]:
+    """The linear-blocks with tables refitted to `moment` (sweeps = 0), or codes and tables in `sweeps` rounds.
+
+    weight: (E, N, K). packed: E blocks as `quantize_stack` makes them, on the weight's device. moment: (E, K, K) or
+    (1, K, K), symmetric and positive semi-definite. evenness: see `descend`. Equal inputs give equal bytes.
+    ValueError when shapes do not fit or the moment is not finite.
+    """
+    experts, _, columns = weight.shape
+    if len(packed) != experts or moment.shape[-2:] != (columns, columns) or moment.shape[0] not in (1, experts):
+        raise ValueError(
+            f"weight {tuple(weight.shape)}, {len(packed)} blocks and moment {tuple(moment.shape)} do not fit; "
+            "give E blocks and a moment of (E, K, K) or (1, K, K)"
+        )
+    if not moment.isfinite().all():
+        raise ValueError("the moment holds NaN or infinite values; leave out the tokens that caused them")
+    size = moment.diagonal(dim1=1, dim2=2).mean(1).view(-1, 1, 1).double()
+    weight, moment = weight.float(), (moment / torch.where(size > 0, size, 1.0)).float()
+    stack = _unpack(packed)
+    for _ in range(sweeps):
+        stack = refit(weight, stack, moment)
+        stack = stack._replace(codes=descend(weight, stack, moment, evenness))
+    stack = refit(weight, stack, moment)
+    planes = pack_codes(stack.codes, stack.parent_width)
+    return [
+        PackedBlock(planes[expert].clone(), {b: table[expert].clone() for b, table in stack.tables.items()}, columns)
+        for expert in range(experts)
+    ]
+
+
+def _unpack(packed: Sequence[PackedBlock]) -> _Stack:
+    planes = torch.stack([block.planes for block in packed])
+    tables = {bits: torch.stack([block.tables[bits] for block in packed]) for bits in sorted(packed[0].tables)}
+    return _Stack(unpack_codes(planes, packed[0].columns, planes.shape[1]), tables, planes.shape[1])
+
+
+def refit(weight: Tensor, stack: _Stack, moment: Tensor) -> _Stack:
+    """The same codes with the tables that minimise tr(D H D^T), up to the ridge."""
+    parts = [
+        _refit_rows(
+            weight[:, rows], _Stack(stack.codes[:, rows], _rows_of(stack.tables, rows), stack.parent_width), moment
+        )
+        for rows in (slice(start, start + CHUNK_ROWS) for start in range(0, weight.shape[1], CHUNK_ROWS))
+    ]
+    return stack._replace(tables={bits: torch.cat([part[bits] for part in parts], 1) for bits in stack.tables})
+
+
+def _rows_of(tables: Mapping[int, Tensor], rows: slice) -> dict[int, Tensor]:
+    return {bits: table[:, rows] for bits, table in tables.items()}
+
+
+def _refit_rows(weight: Tensor, stack: _Stack, moment: Tensor) -> dict[int, Tensor]:
+    """Normal equations of the parent's codes, then of each shorter code by adding up pairs."""
+    codes = torch.arange(1 << stack.parent_width, dtype=torch.uint8, device=weight.device)
+    members = (stack.codes.unsqueeze(2) == codes.view(-1, 1)).float()  # (E, N, C, K)
+    mixed = members @ moment.unsqueeze(1)
+    system = (mixed @ members.mT).double()
+    target = (mixed @ weight.unsqueeze(-1)).squeeze(-1).double()
+    tables = {}
+    for bits in range(stack.parent_width, min(stack.tables) - 1, -1):
+        if bits < stack.parent_width:
+            system = system.unflatten(-1, (-1, 2)).sum(-1).unflatten(-2, (-1, 2)).sum(-2)
+            target = target.unflatten(-1, (-1, 2)).sum(-1)
+        if bits in stack.tables:
+            tables[bits] = _solve(system, target, stack.tables[bits], bits)
+    return tables
+
+
+def _solve(system: Tensor, target: Tensor, table: Tensor, bits: int) -> Tensor:
+    prior = table_values(table, bits).double()
+    own = system.diagonal(dim1=-2, dim2=-1)
+    pull = torch.where(own > 0, RIDGE * own, 1.0)  # a code without members keeps its value
+    system = system + torch.diag_embed(pull)
+    target = target + pull * prior
+    codebook = codebook_of(table, bits)
+    if codebook in SMOOTH_CODEBOOKS:
+        basis = smooth_basis(codebook, bits).to(system.device)
+        coefficients = torch.linalg.solve(basis.mT @ system @ basis, (target @ basis).unsqueeze(-1)).squeeze(-1)
+        return coefficients.to(table.dtype)
+    return fit_table(codebook, own, torch.linalg.solve(system, target.unsqueeze(-1)).squeeze(-1))
+
+
+def descend(weight: Tensor, stack: _Stack, moment: Tensor, evenness: float) -> Tensor:
+    """Parent codes (E, N, K) after one pass over the columns, each set to the best code given all the others.
+
+    The loss is the sum over widths of tr(D H D^T) / start^evenness, start being the width's loss before the pass: at 1
+    every width counts by its relative loss, and few low codes move because the highest width would suffer; at 0 by
+    its absolute loss, and the highest widths pay for the lowest.
+    """
+    codes = stack.codes.clone()
+    values = {bits: stack.values(bits) for bits in stack.tables}
+    errors = {bits: stack.errors(weight, bits) for bits in stack.tables}
+    energy = _loss(weight, moment).clamp_min(torch.finfo(torch.float32).tiny)
+    worth = {
+        bits: (_loss(error, moment) / energy).clamp_min(LOSS_FLOOR).pow(-evenness).view(-1, 1, 1)
+        for bits, error in errors.items()
+    }
+    for start in range(0, weight.shape[2], COLUMN_BLOCK):
+        block = slice(start, min(start + COLUMN_BLOCK, weight.shape[2]))
+        gradients = {bits: error @ moment[:, :, block] for bits, error in errors.items()}
+        for column in range(block.start, block.stop):
+            row = moment[:, column, block].unsqueeze(1)
+            curvature = moment[:, column, column].view(-1, 1, 1)
+            cost, known = torch.zeros_like(weight[:, :, :1]), 0
+            for bits in sorted(values):
+                error, gradient = errors[bits][:, :, column], gradients[bits][:, :, column - start]
+                others = gradient.unsqueeze(2) - curvature * error.unsqueeze(2)
+                trial = weight[:, :, column].unsqueeze(2) - values[bits]
+                cost = cost.repeat_interleave(1 << (bits - known), dim=2)
+                cost = cost + worth[bits] * trial * (curvature * trial + 2 * others)
+                known = bits
+            best = cost.argmin(2, keepdim=True)
+            codes[:, :, column] = best.squeeze(2).byte()
+            for bits in values:
+                fresh = weight[:, :, column] - values[bits].gather(2, best >> (stack.parent_width - bits)).squeeze(2)
+                gradients[bits] += (fresh - errors[bits][:, :, column]).unsqueeze(2) * row
+                errors[bits][:, :, column] = fresh
+    return codes
+
+
+def _loss(error: Tensor, moment: Tensor) -> Tensor:
+    """tr(D H D^T) of each expert, (E,)."""
+    return ((error @ moment) * error).sum((1, 2))
