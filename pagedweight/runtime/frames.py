@@ -16,12 +16,13 @@ import torch
 from pagedweight.runtime.config import FRAME_ALIGNMENT_BYTES
 
 _SCAN_FRAMES = 4096
+_FREE = 0
 
 
 class OwnerKind(enum.IntEnum):
     """What a frame holds."""
 
-    FREE = 0
+    FREE = _FREE
     PLANE = 1
     TABLE = 2
     KV = 3
@@ -57,17 +58,19 @@ class Arena:
         self.memory = _aligned_bytes(self.frames * frame_bytes, device)
         self.rows = self.memory.view(self.frames, frame_bytes)
         self._base_address = self.memory.data_ptr()
-        self._kind = np.zeros(self.frames, dtype=np.uint8)
+        # One byte a frame, seen twice: as an array, and as bytes, in which a run of free frames is a run of zeros.
+        self._kind_bytes = bytearray(self.frames)
+        self._kind = np.frombuffer(self._kind_bytes, dtype=np.uint8)
         self._row = np.full(self.frames, -1, dtype=np.int32)
         self._held = np.zeros(len(OwnerKind), dtype=np.int64)
-        self._held[OwnerKind.FREE] = self.frames
+        self._held[_FREE] = self.frames
         # Every frame at or above _high, and every frame below _low, is taken: searches start there.
         self._high = self.frames
         self._low = 0
 
     @property
     def free_frames(self) -> int:
-        return int(self._held[OwnerKind.FREE])
+        return int(self._held[_FREE])
 
     @property
     def free_bytes(self) -> int:
@@ -104,7 +107,7 @@ class Arena:
         missing, stop = count, self._high
         while missing:
             start = max(0, stop - _SCAN_FRAMES)
-            free = start + np.flatnonzero(self._kind[start:stop] == OwnerKind.FREE)[-missing:]
+            free = start + np.flatnonzero(self._kind[start:stop] == _FREE)[-missing:]
             found.append(free)
             missing -= len(free)
             stop = start
@@ -131,8 +134,8 @@ class Arena:
         if not len(frames):
             return
         self._held -= np.bincount(kinds, minlength=len(OwnerKind))
-        self._held[OwnerKind.FREE] += len(frames)
-        self._kind[frames] = OwnerKind.FREE
+        self._held[_FREE] += len(frames)
+        self._kind[frames] = _FREE
         self._row[frames] = -1
         self._high = max(self._high, int(frames.max()) + 1)
         self._low = min(self._low, int(frames.min()))
@@ -149,34 +152,25 @@ class Arena:
         assert (self._row[~weights] == -1).all()
 
     def _take(self, frames: np.ndarray, owner: Owner) -> None:
-        assert owner.kind != OwnerKind.FREE, owner
+        assert owner.kind != _FREE, owner
         self._kind[frames] = owner.kind
         self._row[frames] = owner.row
         self._held[owner.kind] += len(frames)
-        self._held[OwnerKind.FREE] -= len(frames)
+        self._held[_FREE] -= len(frames)
 
     def _find_run(self, count: int) -> int:
-        """The lowest start of `count` free frames; looks at doubling windows from the low mark."""
+        """The lowest start of `count` free frames."""
         if count < 1:
             raise ValueError(f"a run of {count} frames was asked for; it needs at least one")
-        window = max(_SCAN_FRAMES, 2 * count)
-        while count <= self.free_frames:
-            stop = min(self.frames, self._low + window)
-            free = self._kind[self._low : stop] == OwnerKind.FREE
-            edges = np.flatnonzero(np.diff(free, prepend=False, append=False))
-            starts, lengths = edges[::2], edges[1::2] - edges[::2]
-            fits = starts[lengths >= count]
-            first = self._low + int(fits[0]) if len(fits) else -1
-            self._low = self._low + int(starts[0]) if len(starts) else stop
-            if first >= 0:
-                return first
-            if stop == self.frames:
-                break
-            window *= 2
-        raise OutOfFrames(
-            f"a run of {count} frames of {self.frame_bytes} bytes wanted; {self.free_frames} frames are free, "
-            "none of their runs is that long"
-        )
+        first_free = self._kind_bytes.find(_FREE, self._low)
+        self._low = first_free if first_free >= 0 else self.frames
+        first = self._kind_bytes.find(bytes(count), self._low)
+        if first < 0:
+            raise OutOfFrames(
+                f"a run of {count} frames of {self.frame_bytes} bytes wanted; {self.free_frames} frames are free, "
+                "none of their runs is that long"
+            )
+        return first
 
 
 def _aligned_bytes(count: int, device: torch.device | str) -> torch.Tensor:

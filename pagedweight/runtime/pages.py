@@ -104,6 +104,8 @@ class HostPages:
             raise ValueError(
                 f"plane {plane} of row {row} is {data.numel()} elements of {data.dtype}; give {expected} of torch.uint8"
             )
+        if (row, plane) in self._pages:
+            raise ValueError(f"plane {plane} of row {row} has a host copy already; pages never change")
         room = self.reserve(row, plane)
         if data is not room:
             room.copy_(data.reshape(-1))

@@ -1,0 +1,120 @@
+"""What a boundary costs on the host, and how fast pages come back. R = 2,880 rows: Qwen1.5-MoE-A2.7B's layout.
+
+Pages are small here (the boundary's cost does not depend on their bytes); the copy rate is measured on CUDA alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pagedweight.layout import Layout, MoeLayer
+from pagedweight.policy import Policy
+from pagedweight.runtime.config import RuntimeConfig
+from pagedweight.runtime.controller import Runtime
+from pagedweight.runtime.frames import Arena
+from pagedweight.runtime.kv import CallableGauge, KVState
+from pagedweight.runtime.pager import Pager
+from pagedweight.runtime.pages import HostPages, PageSizes
+from pagedweight.runtime.table import PageTable
+from pagedweight.runtime.table_view import Transition
+from pagedweight.runtime.transfer import FrameCopy, ImmediateEngine
+from pagedweight.runtime.transfer_cuda import CudaEngine
+
+WIDTHS = (2, 3, 4, 5, 6)
+LAYOUT = Layout(tuple(MoeLayer(at, 60, 64, 32) for at in range(24)), WIDTHS, dict.fromkeys(WIDTHS, "lut16"))
+FRAME_BYTES = 1024
+
+
+def small_pages() -> HostPages:
+    sizes = PageSizes.of(LAYOUT, np.full(LAYOUT.rows, 2), FRAME_BYTES)
+    host = HostPages(sizes, None if torch.cuda.is_available() else 0)
+    page = torch.zeros(2 * FRAME_BYTES, dtype=torch.uint8)
+    for row, (n, _) in enumerate(LAYOUT.row_shapes()):
+        for plane in range(6):
+            host.store(row, plane, page)
+        for width in WIDTHS:
+            host.store_table(row, width, torch.zeros(n, 2**width, dtype=torch.float16))
+    return host
+
+
+def make_arena(host: HostPages) -> Arena:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Arena(int(host.sizes.resident_bytes()[:, -1].sum()) + 2**24, FRAME_BYTES, device)
+
+
+def make_engine(arena: Arena) -> ImmediateEngine | CudaEngine:
+    return (CudaEngine if arena.memory.is_cuda else ImmediateEngine)(arena)
+
+
+@pytest.mark.parametrize("free_blocks", [12, 1000], ids=["between-thresholds", "room-but-all-at-parent"])
+def bench_boundary_without_change(benchmark, free_blocks):
+    host = small_pages()
+    arena = make_arena(host)
+    s_bar = np.tile(4.0 ** -np.array(WIDTHS), (LAYOUT.rows, 1))
+    policy = Policy.from_sensitivity(LAYOUT, s_bar, np.ones(LAYOUT.rows))
+    gauge = CallableGauge(lambda: KVState(free_blocks, 2**20))
+    runtime = Runtime(LAYOUT, host, arena, policy, RuntimeConfig(plan_period_steps=10**9), make_engine(arena), gauge)
+    runtime.boundary()
+    benchmark(runtime.boundary)
+    assert (runtime.snapshot().bits == 6).all()
+    benchmark.extra_info.update(rows=LAYOUT.rows, device=arena.memory.device.type)
+    assert benchmark.disabled or benchmark.stats.stats.median < 1e-3
+
+
+def bench_a_plan_of_100_moves(benchmark):
+    """Lower 100 rows, publish and release; then bring them back: two boundaries' worth of pager and table work."""
+    host = small_pages()
+    arena = make_arena(host)
+    table = PageTable(LAYOUT, host.sizes, arena)
+    pager = Pager(table, arena, host, make_engine(arena))
+    for bits in (2, 6):
+        pager.start([Transition(row, int(table.committed[row]), bits, 0) for row in range(LAYOUT.rows)])
+        pager.settle()
+    rows = np.random.default_rng(0).permutation(LAYOUT.rows)[:100].tolist()
+
+    def there_and_back() -> None:
+        for start, end in ((6, 3), (3, 6)):
+            moves = [Transition(row, start, end, 0) for row in rows]
+            pager.lower(moves)
+            table.publish()
+            pager.start(moves)
+            pager.settle()
+
+    benchmark(there_and_back)
+    table.check()
+    assert (table.committed == 6).all()
+    benchmark.extra_info.update(rows=LAYOUT.rows, moves=200, device=arena.memory.device.type)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("scattered", [False, True], ids=["runs", "scattered"])
+def bench_copy_in(benchmark, scattered):
+    """704 KiB pages (a gate_up plane of Qwen1.5-MoE) in 64 KiB frames, 256 MiB a batch."""
+    frame_bytes, frames_per_page, pages = 65536, 11, 372
+    arena = Arena(8192 * frame_bytes, frame_bytes, "cuda")
+    engine = CudaEngine(arena)
+    host = torch.randint(0, 256, (pages, frames_per_page * frame_bytes), dtype=torch.uint8).pin_memory()
+    places = np.arange(8192) if not scattered else np.random.default_rng(0).permutation(8192)
+    copies = [
+        FrameCopy(places[at * frames_per_page : (at + 1) * frames_per_page], page) for at, page in enumerate(host)
+    ]
+    engine.copy_in(copies).wait()
+    assert all(torch.equal(arena.rows[torch.from_numpy(c.frames).cuda()].cpu().view(-1), c.host) for c in copies[::37])
+    benchmark(lambda: engine.copy_in(copies).wait())
+    rate = host.numel() / benchmark.stats.stats.median / 1e9 if not benchmark.disabled else None
+    benchmark.extra_info.update(gigabytes_per_second=rate, plain_gigabytes_per_second=plain_rate(host))
+
+
+def plain_rate(host: torch.Tensor) -> float:
+    """GB/s of one large copy from page-locked memory: what the bus gives."""
+    target = torch.empty_like(host, device="cuda")
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    target.copy_(host, non_blocking=True)
+    start.record()
+    for _ in range(4):
+        target.copy_(host, non_blocking=True)
+    end.record()
+    end.synchronize()
+    return 4 * host.numel() / start.elapsed_time(end) / 1e6

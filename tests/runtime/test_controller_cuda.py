@@ -1,0 +1,128 @@
+"""The whole runtime on real streams: forwards that run late read exactly what they were promised."""
+
+import numpy as np
+import pytest
+import torch
+
+from pagedweight.layout import BlockTables, Layout, MoeLayer, RoutingStats
+from pagedweight.runtime.config import RuntimeConfig
+from pagedweight.runtime.controller import Runtime
+from pagedweight.runtime.frames import Arena, OutOfFrames
+from pagedweight.runtime.kv import ArenaGauge
+from pagedweight.runtime.pages import HostPages, PageSizes
+from pagedweight.runtime.transfer_cuda import CudaEngine
+from tests.runtime.support import random_policy
+
+pytestmark = pytest.mark.gpu
+
+WIDTHS = (2, 3, 4, 5, 6)
+FRAME_BYTES = 4096
+LAYOUT = Layout((MoeLayer(0, 16, 64, 32), MoeLayer(1, 16, 64, 32)), WIDTHS, dict.fromkeys(WIDTHS, "lut16"))
+FRAMES_PER_PLANE = 5
+BLOCK_FRAMES = 16
+
+
+class LateReader:
+    """Forwards that start late and compare every page and table that the device tables name with the truth."""
+
+    def __init__(self, host: HostPages, tables: BlockTables) -> None:
+        rows = LAYOUT.rows
+        pages = [host.page(row, plane) for row in range(rows) for plane in range(6)]
+        self._pages = torch.stack(pages).view(rows, 6, FRAMES_PER_PLANE, FRAME_BYTES).cuda()
+        first_frames = [host.table(row, width)[:FRAME_BYTES] for row in range(rows) for width in WIDTHS]
+        self._first_frames = torch.stack(first_frames).view(rows, len(WIDTHS), FRAME_BYTES).cuda()
+        self._tables = tables
+        self._planes = torch.arange(6, device="cuda")
+        self._rows = torch.arange(rows, device="cuda")
+        self.errors = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def forward(self) -> None:
+        """Nothing here waits; errors are counted on the device."""
+        torch.cuda._sleep(2_000_000)
+        bits, frame_address, table_address, memory = self._tables
+        rows = memory.view(-1, FRAME_BYTES)
+        used = self._planes < bits[:, None]
+        frames = torch.where(used[:, :, None], (frame_address - memory.data_ptr()) // FRAME_BYTES, 0)
+        self.errors += ((rows[frames] != self._pages) & used[:, :, None, None]).sum()
+        tables = rows[(table_address - memory.data_ptr()) // FRAME_BYTES]
+        self.errors += (tables != self._first_frames[self._rows, bits.long() - 2]).sum()
+
+
+def make_runtime(frames: int, **config: object) -> tuple[Runtime, HostPages]:
+    sizes = PageSizes.of(LAYOUT, np.full(LAYOUT.rows, FRAMES_PER_PLANE), FRAME_BYTES)
+    host = HostPages(sizes, None)
+    for row, (n, _) in enumerate(LAYOUT.row_shapes()):
+        for plane in range(6):
+            host.store(row, plane, torch.randint(0, 256, (FRAMES_PER_PLANE * FRAME_BYTES,), dtype=torch.uint8))
+        for width in WIDTHS:
+            host.store_table(row, width, torch.randn(n, 2**width).half())
+    arena = Arena(frames * FRAME_BYTES, FRAME_BYTES, "cuda")
+    arena.memory.fill_(0xFF)
+    settings = RuntimeConfig(offload_free_blocks=2, reload_free_blocks=6, min_dwell_steps=1, **config)
+    stats = RoutingStats.zeros(1, 2, 16, "cuda")
+    stats.mass.uniform_()
+    engine, gauge = CudaEngine(arena), ArenaGauge(arena, BLOCK_FRAMES)
+    return Runtime(LAYOUT, host, arena, random_policy(LAYOUT), settings, engine, gauge, stats), host
+
+
+def test_case_72_hundreds_of_moves_under_late_forwards_leave_every_byte_right():
+    runtime, host = make_runtime(2600)
+    reader = LateReader(host, runtime.tables)
+    rng, blocks, rescued = np.random.default_rng(0), [], 0
+    for step in range(400):
+        growing = step % 100 < 60
+        runtime.boundary(pending_blocks=int(growing))
+        reader.forward()
+        for _ in range(int(rng.integers(0, 4))):
+            if growing:
+                try:
+                    blocks.append(runtime.allocate_kv(BLOCK_FRAMES))
+                except OutOfFrames:
+                    rescued += 1
+                    continue
+                runtime.arena.rows[torch.from_numpy(blocks[-1]).pin_memory().cuda(non_blocking=True)] = 0xFF
+            elif blocks:
+                runtime.free_kv(blocks.pop(int(rng.integers(len(blocks)))))
+    runtime.check()
+    moves = runtime.snapshot().moves
+    assert moves.lowered_rows > 200, moves
+    assert moves.raised_rows > 200, moves
+    assert int(reader.errors) == 0
+    runtime.close()
+
+
+def test_a_boundary_does_not_wait_for_the_device():
+    runtime, host = make_runtime(3200, plan_period_steps=2)
+    reader = LateReader(host, runtime.tables)
+    runtime.boundary()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        taken = []
+        for step in range(40):
+            if step < 20:
+                taken.append(runtime.allocate_kv(min(40, runtime.arena.free_frames)))
+            else:
+                runtime.free_kv(taken.pop())
+            runtime.boundary()
+            reader.forward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    moves = runtime.snapshot().moves
+    assert moves.lowered_rows > 0, moves
+    assert int(reader.errors) == 0
+    runtime.close()
+
+
+def test_pages_come_back_bit_equal_after_a_write_back():
+    runtime, host = make_runtime(3200)
+    runtime.set_bits(6)
+    truth = host.page(5, 4).clone()
+    host.forget(5, 4)
+    host.reserve(5, 4).fill_(0)
+    runtime.set_bits(2)
+    assert torch.equal(host.page(5, 4), truth)
+    runtime.set_bits(6)
+    reader = LateReader(host, runtime.tables)
+    reader.forward()
+    assert int(reader.errors) == 0
+    runtime.close()

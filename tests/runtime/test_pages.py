@@ -1,0 +1,96 @@
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from pagedweight.layout import Layout, MoeLayer
+from pagedweight.runtime.pages import HostPages, PageSizes
+
+LAYOUT = Layout((MoeLayer(0, 2, 8, 4),), (2, 4), {2: "lut16", 4: "lut16"})
+
+
+def sizes(frame_bytes: int = 128) -> PageSizes:
+    return PageSizes.of(LAYOUT, np.array([2, 1, 2, 1]), frame_bytes)
+
+
+def test_resident_bytes_count_planes_the_width_table_and_the_floor_table_once():
+    held = sizes().resident_bytes() // 128
+    # Row 0: N = 8, so the 2-bit table is 64 bytes (1 frame), the 4-bit table 256 bytes (2 frames).
+    assert held[0].tolist() == [2 * 2 + 1, 4 * 2 + 2 + 1]
+    assert held[1].tolist() == [2 * 1 + 1, 4 * 1 + 2 + 1]
+    with pytest.raises(ValueError, match="4 rows"):
+        PageSizes.of(LAYOUT, np.array([1, 2]), 128)
+
+
+def test_pages_and_tables_come_back_bit_equal_and_padded_with_zeros():
+    host = HostPages(sizes())
+    page = torch.randint(0, 256, (256,), dtype=torch.uint8)
+    table = torch.randn(8, 4).half()
+    host.store(0, 3, page)
+    host.store_table(0, 2, table)
+    assert torch.equal(host.page(0, 3), page)
+    kept = host.table(0, 2)
+    assert torch.equal(kept[:64].view(torch.float16).view(8, 4), table)
+    assert kept.numel() == 128
+    assert not kept[64:].any()
+    assert host.bytes == 256 + 128
+    assert host.page(0, 2) is None
+
+
+def test_a_copy_does_not_alias_what_was_stored():
+    host = HostPages(sizes())
+    page = torch.zeros(256, dtype=torch.uint8)
+    host.store(0, 0, page)
+    page.fill_(9)
+    assert not host.page(0, 0).any()
+
+
+def test_room_is_reserved_once_and_used_again_after_a_copy_is_forgotten():
+    host = HostPages(sizes())
+    room = host.reserve(0, 0)
+    assert host.reserve(0, 0) is room
+    assert host.page(0, 0) is None
+    host.store(0, 0, room)
+    assert host.page(0, 0) is room
+    host.forget(0, 0)
+    assert host.page(0, 0) is None
+    assert host.reserve(0, 0) is room
+
+
+@pytest.mark.parametrize("data", [torch.zeros(255, dtype=torch.uint8), torch.zeros(64, dtype=torch.int32)])
+def test_pages_of_another_size_are_refused(data):
+    with pytest.raises(ValueError, match="give 256 of"):
+        HostPages(sizes()).store(0, 0, data)
+
+
+def test_a_table_larger_than_its_frames_and_a_page_stored_twice_are_refused():
+    host = HostPages(sizes())
+    with pytest.raises(ValueError, match="frames hold 128"):
+        host.store_table(0, 2, torch.zeros(8, 16, dtype=torch.float16))
+    host.store(0, 0, torch.zeros(256, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="never change"):
+        host.store(0, 0, torch.zeros(256, dtype=torch.uint8))
+
+
+@pytest.mark.gpu
+def test_case_75_page_locked_memory_is_no_more_than_the_pages_need():
+    host = HostPages(sizes(), pinned_bytes=None)
+    for row, plane in np.ndindex(4, 4):
+        host.store(row, plane, torch.zeros(int(host.sizes.plane_frames[row]) * 128, dtype=torch.uint8))
+    assert host.page(3, 3).is_pinned()
+    assert host.pinned_bytes <= 1.1 * host.bytes
+    host.close()
+
+
+@pytest.mark.gpu
+def test_pages_beyond_the_page_locked_budget_are_pageable_with_one_warning():
+    host = HostPages(sizes(), pinned_bytes=int(sizes().table_frames.sum()) * 128 + 1024)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for row, plane in np.ndindex(4, 4):
+            host.store(row, plane, torch.zeros(int(host.sizes.plane_frames[row]) * 128, dtype=torch.uint8))
+    assert ["host_pinned_bytes" in str(w.message) for w in caught] == [True]
+    assert host.page(0, 0).is_pinned()
+    assert not host.page(3, 3).is_pinned()
+    host.close()

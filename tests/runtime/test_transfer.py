@@ -1,0 +1,113 @@
+"""Copy engines on the CPU and, where there is one, on a CUDA device with real streams."""
+
+import numpy as np
+import pytest
+import torch
+
+from pagedweight.runtime.frames import KV_OWNER, Arena
+from pagedweight.runtime.transfer import FrameCopy, ImmediateEngine
+from pagedweight.runtime.transfer_cuda import CudaEngine, _runs
+
+FRAME_BYTES = 4096
+
+
+def engines():
+    return [pytest.param("cpu", id="immediate"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
+
+
+def make(device: str, frames: int = 256):
+    arena = Arena(frames * FRAME_BYTES, FRAME_BYTES, device)
+    arena.memory.fill_(0xA5)
+    return arena, (ImmediateEngine if device == "cpu" else CudaEngine)(arena)
+
+
+def random_page(frames: int, *, pinned: bool = False) -> torch.Tensor:
+    page = torch.randint(0, 256, (frames * FRAME_BYTES,), dtype=torch.uint8)
+    return page.pin_memory() if pinned else page
+
+
+@pytest.mark.parametrize("device", engines())
+@pytest.mark.parametrize("pinned", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_pages_go_in_and_out_bit_equal_and_touch_nothing_else(device, pinned):
+    arena, engine = make(device)
+    order = np.random.default_rng(0).permutation(256)
+    # One run, a few short runs, and scattered frames in no order.
+    places = [np.arange(10, 40), np.array([1, 2, 3, 50, 51, 60]), order[order > 60][:50]]
+    pages = [random_page(len(place), pinned=pinned) for place in places]
+    engine.copy_in([FrameCopy(*copy) for copy in zip(places, pages, strict=True)]).wait()
+    rows = arena.rows.cpu()
+    for place, page in zip(places, pages, strict=True):
+        assert torch.equal(rows[torch.from_numpy(place)].view(-1), page)
+    untouched = np.setdiff1d(np.arange(256), np.concatenate(places))
+    assert (rows[torch.from_numpy(untouched)] == 0xA5).all()
+    back = [torch.zeros_like(page) for page in pages]
+    ticket = engine.copy_out([FrameCopy(*copy) for copy in zip(places, back, strict=True)])
+    ticket.wait()
+    assert ticket.done()
+    assert all(torch.equal(a, b) for a, b in zip(pages, back, strict=True))
+    engine.close()
+
+
+@pytest.mark.parametrize("device", engines())
+def test_write_now_is_seen_by_what_comes_next(device):
+    arena, engine = make(device)
+    table = random_page(3)
+    engine.write_now([FrameCopy(np.arange(7, 10), table)])
+    assert torch.equal(arena.view(7, 3).cpu(), table)
+    engine.fence().wait()
+
+
+@pytest.mark.parametrize(
+    ("frames", "runs"),
+    [
+        ([5], [(0, 1)]),
+        ([5, 6, 7], [(0, 3)]),
+        ([5, 6, 9, 10, 3], [(0, 2), (2, 4), (4, 5)]),
+        ([3, 2, 1], [(0, 1), (1, 2), (2, 3)]),
+    ],
+)
+def test_runs_are_stretches_of_consecutive_frames(frames, runs):
+    assert _runs(np.array(frames)) == runs
+
+
+@pytest.mark.gpu
+def test_a_copy_waits_for_forwards_that_still_read_its_frames():
+    arena, engine = make("cuda")
+    before = arena.view(0, 8).clone()
+    torch.cuda._sleep(200_000_000)
+    read_late = arena.view(0, 8).clone()
+    fence = engine.fence()
+    ticket = engine.copy_in([FrameCopy(np.arange(8), random_page(8, pinned=True))])
+    assert not fence.done()
+    ticket.wait()
+    assert fence.done()
+    assert torch.equal(read_late, before)
+
+
+@pytest.mark.gpu
+def test_case_70_a_page_leaves_before_its_frames_are_used_again():
+    arena, engine = make("cuda")
+    page = random_page(16, pinned=True)
+    frames = arena.allocate(16, KV_OWNER)
+    engine.copy_in([FrameCopy(frames, page)]).wait()
+    with torch.cuda.stream(engine._copy_stream):
+        torch.cuda._sleep(100_000_000)
+    room = torch.zeros(16 * FRAME_BYTES, dtype=torch.uint8).pin_memory()
+    ticket = engine.copy_out([FrameCopy(frames, room)])
+    assert not ticket.done()
+    ticket.wait()  # what the pager does before the frames go to someone else
+    arena.rows[torch.from_numpy(frames).cuda()] = 0xFF
+    assert torch.equal(room, page)  # case 73: complete when the ticket says so
+
+
+@pytest.mark.gpu
+def test_pages_larger_than_the_staging_buffer_and_batches_that_overflow_it(monkeypatch):
+    monkeypatch.setattr("pagedweight.runtime.transfer_cuda._STAGING_BYTES", 16 * FRAME_BYTES)
+    _, engine = make("cuda")
+    scattered = np.random.default_rng(1).permutation(256)
+    places = [scattered[:40], scattered[40:52], scattered[52:66], scattered[66:70]]
+    pages = [random_page(len(place)) for place in places]
+    engine.copy_in([FrameCopy(*copy) for copy in zip(places, pages, strict=True)]).wait()
+    back = [torch.zeros_like(page) for page in pages]
+    engine.copy_out([FrameCopy(*copy) for copy in zip(places, back, strict=True)]).wait()
+    assert all(torch.equal(a, b) for a, b in zip(pages, back, strict=True))
