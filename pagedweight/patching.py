@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from pagedweight.checkpoint import FOLDER, Checkpoint
 from pagedweight.discovery import ExpertsModule, find_experts
@@ -22,13 +21,6 @@ from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
 
 WIDTHS = (2, 3, 4, 5, 6)
-
-
-class Patched(NamedTuple):
-    """What unpatch needs."""
-
-    originals: list[ExpertsModule]
-    hook: RemovableHandle
 
 
 def patch(
@@ -141,8 +133,9 @@ def install(model: nn.Module, paged: PagedModel, originals: list[ExpertsModule])
         model.set_submodule(original.path, paged.experts_for(index))
     if getattr(model, "_compiled_call", None) is not None:
         model._compiled_call = None  # compiled with the dense experts
+    paged.replaced = originals
+    paged.hook = add_boundary_hook(model, paged)
     model.pagedweight = paged
-    model.pagedweight_patched = Patched(originals, add_boundary_hook(model, paged))
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = refuse_to_save
 
@@ -158,12 +151,11 @@ def unpatch(model: nn.Module) -> nn.Module:
     if not isinstance(paged, PagedModel):
         raise ValueError(f"this {type(model).__name__} is not patched")
     with torch.inference_mode(False), torch.no_grad():
-        originals, hook = model.pagedweight_patched
-        restore_weights(paged.store, originals, paged.arena.memory.device)
-        for experts in originals:
+        restore_weights(paged.store, paged.replaced, paged.arena.memory.device)
+        for experts in paged.replaced:
             model.set_submodule(experts.path, experts.module)
-        hook.remove()
+        paged.hook.remove()
         paged.close()
-        del model.pagedweight, model.pagedweight_patched
+        del model.pagedweight
         model.__dict__.pop("save_pretrained", None)
     return model

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from pagedweight.discovery import ExpertsModule
 from pagedweight.experts import PagedExperts, TokenSlots
 from pagedweight.integrations.kv_pool import KVPool
 from pagedweight.layout import BlockId, Layout, RoutingStats
@@ -33,7 +35,11 @@ class PagedModel:
 
     layout: its linear-blocks in table-row order. kv: where its caches take frames, None without budget_bytes.
     stats: what the kernels count. slots: which request slot each token of the next forward belongs to.
+    replaced: the experts modules that stood in the model. hook: calls the boundary before each of its forwards.
     """
+
+    replaced: Sequence[ExpertsModule] = ()
+    hook: RemovableHandle
 
     def __init__(
         self,

@@ -331,6 +331,12 @@ def test_a_cache_without_a_budget_or_of_another_model_is_refused() -> None:
         first(tokens(1, 4), past_key_values=second.pagedweight.new_cache())
 
 
+def test_case_89_a_block_of_other_bytes_than_the_caches_is_an_error() -> None:
+    model = pagedweight.patch(small(), config=RuntimeConfig(budget_bytes=2**20)).half()
+    with pytest.raises(ValueError, match=r"float16\) and the budget was laid out for .*float32"), torch.no_grad():
+        model(tokens(1, 4), past_key_values=model.pagedweight.new_cache())
+
+
 def test_case_89_without_a_shared_cache_widths_stay_as_they_are() -> None:
     for config in (RuntimeConfig(), RuntimeConfig(budget_bytes=2**20)):
         model = pagedweight.patch(small(), config=config)

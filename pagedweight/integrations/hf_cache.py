@@ -135,7 +135,10 @@ class ArenaLayer(CacheLayerMixin):
         for slab, shape, states in zip(self._slabs, self._shapes, (key_states, value_states), strict=True):
             got = SlabShape(states.shape[1], states.shape[3], states.dtype)
             if got != shape:
-                raise ValueError(f"the cache was made for {shape} and got {got}; make a new cache with new_cache()")
+                raise ValueError(
+                    f"keys or values are {got} and the budget was laid out for {shape}; bring the model into its dtype "
+                    "before it is patched"
+                )
             if slab.frames is not None and slab.frames.shape[0] != states.shape[0]:
                 raise ValueError(
                     f"the cache holds {slab.frames.shape[0]} sequences and got {states.shape[0]}; "
