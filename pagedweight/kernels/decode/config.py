@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pagedweight.layout import CODEBOOKS
 
 MAX_TOKENS = 64
+INT8_CODEBOOKS = {"affine", "lut8"}
 GENERIC_SHARED_BYTES = 99 * 1024  # what every GPU since Ampere grants one program
 
 
@@ -29,40 +30,52 @@ class ProductConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Both launches; tokens: most tokens of one expert that a program decodes weights for at once."""
+    """Both launches. tokens: most tokens of one expert that a program decodes weights for at once.
+
+    int8: products on int8 tensor cores, for widths whose codebook is lut8 or affine. early_launch: each launch starts
+    while the one before it ends.
+    """
 
     gate_up: ProductConfig
     down: ProductConfig
     tokens: int = 8
+    int8: bool = False
     early_launch: bool = False
 
 
-def illegal(product: ProductConfig, tokens: int, planes: int, operand_rows: int, shared_bytes: int) -> str | None:
-    """Why a product cannot run, in words, or None. planes: the widest width in the launch."""
+def illegal(product: ProductConfig, columns: int, planes: int, operand_rows: int, shared_bytes: int) -> str | None:
+    """Why a product cannot run, in words, or None. columns: operand columns of a chunk; planes: the
+    widest width in the launch."""
     for name in ("rows", "chunks", "splits", "warps", "stages"):
         value = getattr(product, name)
         if value < 1 or (value & (value - 1) and name not in ("splits", "stages")):
             return f"{name} is {value}"
-    if tokens < 1 or tokens & (tokens - 1):
-        return f"tokens is {tokens}; it must be a power of two"
     if operand_rows < 16 or operand_rows < 16 * product.warps:
         return f"{operand_rows} operand rows do not fill {product.warps} warps of 16"
-    if product.chunks * tokens > 16:
-        return f"{product.chunks} chunks of {tokens} tokens are more than 16 operand columns"
-    needed = product.stages * (operand_rows * 64 * planes + 1024 * product.chunks * tokens)
+    if product.chunks * columns > 16:
+        return f"{product.chunks} chunks of {columns} columns are more than 16 operand columns"
+    # The pipeline keeps one step fewer in flight than it has stages.
+    needed = max(product.stages - 1, 1) * (operand_rows * 64 * planes + 1024 * product.chunks * columns)
     if needed > shared_bytes:
         return f"{needed} bytes of shared memory; {shared_bytes} are there"
     return None
 
 
-def problem(config: DecodeConfig, widths: tuple[int, ...], shared_bytes: int) -> str | None:
+def problem(
+    config: DecodeConfig, widths: tuple[int, ...], codebooks: tuple[str, ...], shared_bytes: int
+) -> str | None:
     """Why a pair of launches cannot run, in words, or None."""
+    if config.tokens < 1 or config.tokens & (config.tokens - 1):
+        return f"tokens is {config.tokens}; it must be a power of two"
+    if config.int8 and not set(codebooks) <= INT8_CODEBOOKS:
+        return f"int8 products need the codebooks {' and '.join(sorted(INT8_CODEBOOKS))}; these are {codebooks}"
+    columns = config.tokens * (2 if config.int8 else 1)
     parts = (
         ("gate_up", config.gate_up, 2 * config.gate_up.rows * config.gate_up.chunks),
         ("down", config.down, config.down.rows * config.down.chunks),
     )
     for name, product, operand_rows in parts:
-        reason = illegal(product, config.tokens, max(widths), operand_rows, shared_bytes)
+        reason = illegal(product, columns, max(widths), operand_rows, shared_bytes)
         if reason is not None:
             return f"the {name} launch cannot run with {product}: {reason}"
     if config.gate_up.splits != 1:
@@ -70,18 +83,22 @@ def problem(config: DecodeConfig, widths: tuple[int, ...], shared_bytes: int) ->
     return None
 
 
-def choose(tokens: int, choices: int, experts: int, widths: tuple[int, ...]) -> DecodeConfig:
+def choose(
+    tokens: int, choices: int, experts: int, widths: tuple[int, ...], codebooks: tuple[str, ...]
+) -> DecodeConfig:
     """The settings for T tokens of A choices each."""
     if tokens == 1:
         config = DecodeConfig(ProductConfig(rows=16, chunks=2), ProductConfig(rows=32, chunks=2), tokens=1)
     else:
         config = DecodeConfig(ProductConfig(rows=32), ProductConfig(rows=64), tokens=8)
-    return fitted(config, widths, GENERIC_SHARED_BYTES)
+    return fitted(config, widths, codebooks, GENERIC_SHARED_BYTES)
 
 
-def fitted(config: DecodeConfig, widths: tuple[int, ...], shared_bytes: int) -> DecodeConfig:
+def fitted(
+    config: DecodeConfig, widths: tuple[int, ...], codebooks: tuple[str, ...], shared_bytes: int
+) -> DecodeConfig:
     """The same cut with as shallow a pipeline as the shared memory asks for."""
-    while config.gate_up.stages > 1 and problem(config, widths, shared_bytes) is not None:
+    while config.gate_up.stages > 1 and problem(config, widths, codebooks, shared_bytes) is not None:
         stages = config.gate_up.stages - 1
         config = replace(
             config, gate_up=replace(config.gate_up, stages=stages), down=replace(config.down, stages=stages)

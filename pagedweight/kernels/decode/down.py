@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagedweight.kernels.decode import operands, rows, slots, statistics
+from pagedweight.kernels.decode import operands, rows, rows8, slots, statistics
 
 
 @triton.jit
@@ -39,34 +39,46 @@ def _combine(
 
 @triton.jit
 def _tile(
-    h_ptr, parts_ptr, out_ptr, ids_ptr, weights_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, arrivals_ptr,
-    first_row, slot, tile, split,
+    h_ptr, digits_ptr, scales_ptr, parts_ptr, out_ptr, ids_ptr, weights_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr,
+    arrivals_ptr, first_row, slot, tile, split,
     HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
     PADDED: tl.constexpr, PLANES: tl.constexpr, PLANE_FRAMES: tl.constexpr, FRAME_ROWS: tl.constexpr,
     WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr, INT8: tl.constexpr,
+    ORDERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
     STEPS: tl.constexpr = (INTERMEDIATE + 512 * CHUNKS - 1) // (512 * CHUNKS)
-    column = tl.arange(0, CHUNKS * TOKENS) % TOKENS
+    DIGITS: tl.constexpr = 2 if INT8 else 1
+    column = tl.arange(0, CHUNKS * TOKENS * DIGITS) // DIGITS % TOKENS
+    token_column = tl.arange(0, TOKENS)
     expert, pairs, pair = slots.slot_pairs(plan_ptr, ids_ptr, slot, column, EXPERTS, TOKENS, PLANNED)
+    own_pair = slots.slot_pairs(plan_ptr, ids_ptr, slot, token_column, EXPERTS, TOKENS, PLANNED)[2]
     if pairs > 0:
         block_row = first_row + 2 * expert + 1
         committed = tl.load(bits_ptr + block_row)
         table = tl.load(table_ptr + block_row)
         address_ptr = frame_ptr + block_row.to(tl.int64) * (PLANES * PLANE_FRAMES)
         row = tl.minimum(tile * ROWS + tl.arange(0, ROWS), HIDDEN - 1)
-        operand_row = tl.minimum(tile * ROWS + tl.arange(0, ROWS * CHUNKS) // CHUNKS, HIDDEN - 1)
+        SINGLE: tl.constexpr = STEPS == SPLITS and not INT8
+        index = rows.operand_rows(ROWS * CHUNKS, WARPS, SINGLE)
+        operand_row = tl.minimum(tile * ROWS + index // CHUNKS, HIDDEN - 1)
+        frames = operands.plane_rows(address_ptr, operand_row, operands.item(WIDTHS, -1), PLANE_FRAMES, FRAME_ROWS)
         sums = tl.zeros((ROWS, TOKENS), tl.float32)
         for i in tl.static_range(len(WIDTHS)):
             if committed == WIDTHS[i]:
-                sums = rows.rows_product(
-                    h_ptr, pair * INTERMEDIATE, column < pairs, address_ptr, table, row, operand_row,
-                    split * STEPS // SPLITS, (split + 1) * STEPS // SPLITS,
-                    WIDTHS[i], operands.item(CODEBOOKS, i), INTERMEDIATE, PLANE_FRAMES, FRAME_ROWS, CHUNKS, TOKENS, STAGES, PTX,
-                )  # fmt: skip
-        token_column = tl.arange(0, TOKENS)
-        expert_, pairs_, own_pair = slots.slot_pairs(plan_ptr, ids_ptr, slot, token_column, EXPERTS, TOKENS, PLANNED)
+                if INT8:
+                    sums = rows8.rows_product(
+                        digits_ptr, scales_ptr, pair, own_pair, pairs, frames, table, row, operand_row,
+                        split * STEPS // SPLITS, (split + 1) * STEPS // SPLITS, WIDTHS[i], operands.item(CODEBOOKS, i),
+                        ORDERS, INTERMEDIATE, FRAME_ROWS, CHUNKS, TOKENS, STAGES, PDL, PTX,
+                    )  # fmt: skip
+                else:
+                    sums = rows.rows_product(
+                        h_ptr, pair * INTERMEDIATE, column < pairs, frames, table, row, operand_row, index % CHUNKS,
+                        split * STEPS // SPLITS, (split + 1) * STEPS // SPLITS, WIDTHS[i], operands.item(CODEBOOKS, i),
+                        INTERMEDIATE, FRAME_ROWS, CHUNKS, TOKENS, STAGES, SINGLE, WARPS, PDL, PTX,
+                    )  # fmt: skip
         used = token_column < pairs
         out_row = tile * ROWS + tl.arange(0, ROWS)
         part = (own_pair * SPLITS + split)[None, :] * HIDDEN + out_row[:, None]
@@ -79,12 +91,13 @@ def _tile(
 
 @triton.jit(do_not_specialize=["tokens", "first_row", "layer", "layers"])
 def _down_kernel(
-    h_ptr, parts_ptr, out_ptr, ids_ptr, weights_ptr, slot_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, features_ptr,
+    h_ptr, digits_ptr, scales_ptr, parts_ptr, out_ptr, ids_ptr, weights_ptr, slot_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, features_ptr,
     arrivals_ptr, tokens, first_row, layer, layers,
     HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
     PADDED: tl.constexpr, PLANES: tl.constexpr, PLANE_FRAMES: tl.constexpr, FRAME_ROWS: tl.constexpr,
     WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr, INT8: tl.constexpr,
+    ORDERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS output rows of one slot's expert over one of SPLITS column ranges, or one token's statistics.
 
@@ -92,9 +105,9 @@ def _down_kernel(
     the order of a, so equal inputs give equal bits.
     """
     program = tl.program_id(0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     if program < tokens:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         entry, weight, counted, routed = statistics.token_choices(
             ids_ptr, weights_ptr, slot_ptr, program, layer, layers, EXPERTS, CHOICES, PADDED
         )
@@ -105,8 +118,8 @@ def _down_kernel(
         TILES: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
         item = program - tokens
         _tile(
-            h_ptr, parts_ptr, out_ptr, ids_ptr, weights_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, arrivals_ptr,
-            first_row, item // (TILES * SPLITS), (item // SPLITS) % TILES, item % SPLITS,
+            h_ptr, digits_ptr, scales_ptr, parts_ptr, out_ptr, ids_ptr, weights_ptr, plan_ptr, bits_ptr, frame_ptr,
+            table_ptr, arrivals_ptr, first_row, item // (TILES * SPLITS), (item // SPLITS) % TILES, item % SPLITS,
             HIDDEN, INTERMEDIATE, EXPERTS, CHOICES, PADDED, PLANES, PLANE_FRAMES, FRAME_ROWS, WIDTHS, CODEBOOKS,
-            ROWS, CHUNKS, TOKENS, SPLITS, STAGES, PLANNED, PTX, PDL,
+            ROWS, CHUNKS, TOKENS, SPLITS, STAGES, WARPS, PLANNED, PTX, INT8, ORDERS, PDL,
         )  # fmt: skip

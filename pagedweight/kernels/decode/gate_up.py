@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagedweight.kernels.decode import operands, rows, slots, statistics
+from pagedweight.kernels.decode import operands, rows, rows8, slots, statistics
 
 
 @triton.jit
@@ -51,32 +51,44 @@ def _token(
 
 @triton.jit
 def _tile(
-    x_ptr, h_ptr, ids_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, first_row, slot, tile,
+    x_ptr, digits_ptr, scales_ptr, h_ptr, ids_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, first_row, slot, tile,
     HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
     PLANES: tl.constexpr, PLANE_FRAMES: tl.constexpr, FRAME_ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
     WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
-    STAGES: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr,
+    STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr, INT8: tl.constexpr, ORDERS: tl.constexpr,
 ):  # fmt: skip
-    column = tl.arange(0, CHUNKS * TOKENS) % TOKENS
+    DIGITS: tl.constexpr = 2 if INT8 else 1
+    column = tl.arange(0, CHUNKS * TOKENS * DIGITS) // DIGITS % TOKENS
+    token_column = tl.arange(0, TOKENS)
     expert, pairs, pair = slots.slot_pairs(plan_ptr, ids_ptr, slot, column, EXPERTS, TOKENS, PLANNED)
+    own_pair = slots.slot_pairs(plan_ptr, ids_ptr, slot, token_column, EXPERTS, TOKENS, PLANNED)[2]
     if pairs > 0:
         block_row = first_row + 2 * expert
         committed = tl.load(bits_ptr + block_row)
         table = tl.load(table_ptr + block_row)
         address_ptr = frame_ptr + block_row.to(tl.int64) * (PLANES * PLANE_FRAMES)
         row = _tile_rows(tile, tl.arange(0, 2 * ROWS), INTERMEDIATE, ROWS)
-        operand_row = _tile_rows(tile, tl.arange(0, 2 * ROWS * CHUNKS) // CHUNKS, INTERMEDIATE, ROWS)
-        steps: tl.constexpr = (HIDDEN + 512 * CHUNKS - 1) // (512 * CHUNKS)
+        STEPS: tl.constexpr = (HIDDEN + 512 * CHUNKS - 1) // (512 * CHUNKS)
+        SINGLE: tl.constexpr = STEPS == 1 and not INT8
+        index = rows.operand_rows(2 * ROWS * CHUNKS, WARPS, SINGLE)
+        operand_row = _tile_rows(tile, index // CHUNKS, INTERMEDIATE, ROWS)
+        frames = operands.plane_rows(address_ptr, operand_row, operands.item(WIDTHS, -1), PLANE_FRAMES, FRAME_ROWS)
         sums = tl.zeros((2 * ROWS, TOKENS), tl.float32)
         for i in tl.static_range(len(WIDTHS)):
             if committed == WIDTHS[i]:
-                sums = rows.rows_product(
-                    x_ptr, (pair // CHOICES) * HIDDEN, column < pairs, address_ptr, table, row, operand_row, 0, steps,
-                    WIDTHS[i], operands.item(CODEBOOKS, i), HIDDEN, PLANE_FRAMES, FRAME_ROWS, CHUNKS, TOKENS, STAGES, PTX,
-                )  # fmt: skip
+                if INT8:
+                    sums = rows8.rows_product(
+                        digits_ptr, scales_ptr, pair // CHOICES, own_pair // CHOICES, pairs, frames, table, row,
+                        operand_row, 0, STEPS, WIDTHS[i], operands.item(CODEBOOKS, i), ORDERS, HIDDEN, FRAME_ROWS,
+                        CHUNKS, TOKENS, STAGES, False, PTX,
+                    )  # fmt: skip
+                else:
+                    sums = rows.rows_product(
+                        x_ptr, (pair // CHOICES) * HIDDEN, column < pairs, frames, table, row, operand_row,
+                        index % CHUNKS, 0, STEPS, WIDTHS[i], operands.item(CODEBOOKS, i), HIDDEN, FRAME_ROWS, CHUNKS,
+                        TOKENS, STAGES, SINGLE, WARPS, False, PTX,
+                    )  # fmt: skip
         gate, up = tl.split(tl.permute(tl.reshape(sums, (2, ROWS, TOKENS)), (1, 2, 0)))
-        token_column = tl.arange(0, TOKENS)
-        expert_, pairs_, own_pair = slots.slot_pairs(plan_ptr, ids_ptr, slot, token_column, EXPERTS, TOKENS, PLANNED)
         h_row = tile * ROWS + tl.arange(0, ROWS)
         used = (token_column < pairs)[None, :] & (h_row < INTERMEDIATE)[:, None]
         h = activate(gate, ACTIVATION) * up
@@ -85,13 +97,13 @@ def _tile(
 
 @triton.jit(do_not_specialize=["tokens", "first_row", "layer", "layers"])
 def _gate_up_kernel(
-    x_ptr, h_ptr, out_ptr, ids_ptr, weights_ptr, slot_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, mass_ptr,
+    x_ptr, digits_ptr, scales_ptr, h_ptr, out_ptr, ids_ptr, weights_ptr, slot_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, mass_ptr,
     counts_ptr, features_ptr, arrivals_ptr, tokens, first_row, layer, layers,
     HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
     PADDED: tl.constexpr, ARRIVALS: tl.constexpr, PLANES: tl.constexpr, PLANE_FRAMES: tl.constexpr,
     FRAME_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr,
-    ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, PLANNED: tl.constexpr,
-    PTX: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr,
+    PTX: tl.constexpr, INT8: tl.constexpr, ORDERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS gate and the same up rows of one slot's expert, or one token's statistics.
 
@@ -100,6 +112,9 @@ def _gate_up_kernel(
     """
     program = tl.program_id(0)
     if PDL:
+        if PLANNED or INT8:
+            tl.extra.cuda.gdc_wait()
+        # After the wait: what the next launch reads before its own wait is then complete, the plan for one.
         tl.extra.cuda.gdc_launch_dependents()
     if program < tokens:
         _token(
@@ -110,7 +125,8 @@ def _gate_up_kernel(
         TILES: tl.constexpr = (INTERMEDIATE + ROWS - 1) // ROWS
         item = program - tokens
         _tile(
-            x_ptr, h_ptr, ids_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, first_row, item // TILES, item % TILES,
+            x_ptr, digits_ptr, scales_ptr, h_ptr, ids_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, first_row,
+            item // TILES, item % TILES,
             HIDDEN, INTERMEDIATE, EXPERTS, CHOICES, PLANES, PLANE_FRAMES, FRAME_ROWS, ACTIVATION, WIDTHS, CODEBOOKS,
-            ROWS, CHUNKS, TOKENS, STAGES, PLANNED, PTX,
+            ROWS, CHUNKS, TOKENS, STAGES, WARPS, PLANNED, PTX, INT8, ORDERS,
         )  # fmt: skip

@@ -17,9 +17,11 @@ from pagedweight.kernels.decode.config import (
     choose,
     problem,
 )
+from pagedweight.kernels.decode.digits import SEGMENT, _quantize_h_kernel
 from pagedweight.kernels.decode.down import _down_kernel
 from pagedweight.kernels.decode.gate_up import _gate_up_kernel
-from pagedweight.kernels.decode.slots import PLAN_HEADER, _plan_kernel
+from pagedweight.kernels.decode.prepare import _prepare_kernel
+from pagedweight.kernels.decode.slots import PLAN_HEADER
 from pagedweight.kernels.device_order import plane_geometry
 
 
@@ -27,11 +29,11 @@ class Launch(NamedTuple):
     """One kernel launch; arguments by name."""
 
     kernel: Any
-    programs: int
+    grid: tuple[int, ...]
     arguments: dict[str, Any]
 
     def run(self) -> None:
-        self.kernel[(self.programs,)](**self.arguments)
+        self.kernel[self.grid](**self.arguments)
 
 
 def can_decode(x: torch.Tensor) -> bool:
@@ -102,74 +104,115 @@ def decode_launches(
     widths = tuple(widths)
     codebooks = ("lut16",) * len(widths) if codebooks is None else tuple(codebooks)
     check_codebooks(widths, codebooks)
+    x = x.contiguous()
     tokens, hidden = x.shape
     choices = expert_ids.shape[1]
-    config = choose(tokens, choices, experts, widths) if config is None else config
-    reason = problem(config, widths, _shared_bytes(x))
+    config = choose(tokens, choices, experts, widths, codebooks) if config is None else config
+    reason = problem(config, widths, codebooks, _shared_bytes(x))
     if reason is not None:
         raise ValueError(reason)
     pairs, planned = tokens * choices, tokens > 1
     slots = min(pairs, experts + pairs // config.tokens)
     down_tiles = triton.cdiv(hidden, config.down.rows)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    ids = expert_ids.contiguous()
+    h = torch.empty((pairs, intermediate), dtype=x.dtype, device=x.device)
     integers = {"dtype": torch.int32, "device": x.device}
-    plan = torch.empty((slots, PLAN_HEADER.value + config.tokens) if planned else (1, 1), **integers)
-    shared = {
-        "h_ptr": torch.empty((pairs, intermediate), dtype=x.dtype, device=x.device),
+    # Digit orders of the widths: codes that are looked up, codes that are numbers.
+    orders = tuple(sorted({int(codebook == "affine") for codebook in codebooks})) if config.int8 else (0,)
+    x_digits = _Digits(x, orders, config.int8)
+    h_digits = _Digits(h, orders, config.int8)
+    common = {
+        "ids_ptr": expert_ids.contiguous(),
+        "plan_ptr": torch.empty((slots, PLAN_HEADER.value + config.tokens) if planned else (1, 1), **integers),
+        "tokens": tokens,
+        "EXPERTS": experts,
+        "CHOICES": choices,
+        "TOKENS": config.tokens,
+        "ORDERS": orders,
+        "PLANNED": planned,
+        "INT8": config.int8,
+        "PDL": config.early_launch,
+    }
+    products = common | {
+        "h_ptr": h,
         "out_ptr": out,
-        "ids_ptr": ids,
         "weights_ptr": expert_weights.contiguous(),
         "slot_ptr": token_slot,
-        "plan_ptr": plan,
         "bits_ptr": bits,
         "frame_ptr": frame_address,
         "table_ptr": table_address,
         "features_ptr": features,
         "arrivals_ptr": torch.empty((tokens, down_tiles), **integers),
-        "tokens": tokens,
         "first_row": first_row,
         "layer": layer_index,
         "layers": mass.shape[1],
         "HIDDEN": hidden,
         "INTERMEDIATE": intermediate,
-        "EXPERTS": experts,
-        "CHOICES": choices,
         "PADDED": triton.next_power_of_2(choices),
         "PLANES": frame_address.shape[1],
         "PLANE_FRAMES": frame_address.shape[2],
         "WIDTHS": widths,
         "CODEBOOKS": codebooks,
-        "TOKENS": config.tokens,
-        "PLANNED": planned,
         "PTX": _has_ptx(x) if use_ptx is None else use_ptx,
-        "PDL": config.early_launch,
     }
     gate_up = {
-        "x_ptr": x.contiguous(),
+        "x_ptr": x,
+        "digits_ptr": x_digits.digits,
+        "scales_ptr": x_digits.scales,
         "mass_ptr": mass,
         "counts_ptr": counts,
         "ARRIVALS": down_tiles,
         "FRAME_ROWS": plane_geometry(2 * intermediate, hidden, frame_bytes).rows_per_frame,
         "ACTIVATION": activation,
     }
-    parts = torch.empty((pairs, config.down.splits, hidden), dtype=torch.float32, device=x.device)
     down = {
-        "parts_ptr": parts,
+        "digits_ptr": h_digits.digits,
+        "scales_ptr": h_digits.scales,
+        "parts_ptr": torch.empty((pairs, config.down.splits, hidden), dtype=torch.float32, device=x.device),
         "FRAME_ROWS": plane_geometry(hidden, intermediate, frame_bytes).rows_per_frame,
         "SPLITS": config.down.splits,
     }
-    if config.early_launch:
-        down["launch_pdl"] = True
     up_programs = tokens + slots * triton.cdiv(intermediate, config.gate_up.rows)
     down_programs = tokens + slots * down_tiles * config.down.splits
     launches = [
-        Launch(_gate_up_kernel, up_programs, shared | gate_up | _settings(config.gate_up)),
-        Launch(_down_kernel, down_programs, shared | down | _settings(config.down)),
+        Launch(_gate_up_kernel, (up_programs,), products | gate_up | _settings(config.gate_up)),
+        Launch(_down_kernel, (down_programs,), products | down | _settings(config.down)),
     ]
-    if planned:
-        launches.insert(0, _plan_launch(ids, plan, pairs, slots, experts, config.tokens))
+    if config.int8:
+        quantize = {key: common[key] for key in ("ids_ptr", "EXPERTS", "ORDERS", "PDL")}
+        quantize |= {"h_ptr": h, "digits_ptr": h_digits.digits, "scales_ptr": h_digits.scales}
+        quantize |= {"COLUMNS": intermediate, "ROW": h_digits.row}
+        launches.insert(1, Launch(_quantize_h_kernel, (pairs, h_digits.segments), quantize))
+    if planned or config.int8:
+        prepare = common | {
+            "x_ptr": x,
+            "digits_ptr": x_digits.digits,
+            "scales_ptr": x_digits.scales,
+            "slot_count": slots,
+            "HIDDEN": hidden,
+            "PAIRS": triton.next_power_of_2(pairs),
+            "SLOTS": triton.next_power_of_2(slots),
+            "BINS": triton.next_power_of_2(experts + 1),
+            "ROW": x_digits.row,
+        }
+        programs = planned * experts + config.int8 * tokens * x_digits.segments
+        launches.insert(0, Launch(_prepare_kernel, (programs,), prepare))
+    if config.early_launch:
+        for launch in launches[1:]:
+            launch.arguments["launch_pdl"] = True
     return out, launches
+
+
+class _Digits:
+    """Room for the int8 digits of a matrix's rows; empty where they are not used."""
+
+    def __init__(self, x: torch.Tensor, orders: tuple[int, ...], used: bool) -> None:
+        rows, columns = x.shape if used else (1, 1)
+        self.row = 512 * triton.cdiv(x.shape[1], 512)
+        self.segments = triton.cdiv(self.row, SEGMENT.value)
+        shape = (rows, len(orders), 2, self.row if used else columns)
+        self.digits = torch.empty(shape, dtype=torch.int8, device=x.device)
+        self.scales = torch.empty((rows, 2), dtype=torch.float32, device=x.device)
 
 
 def _settings(product: ProductConfig) -> dict[str, int]:
@@ -177,24 +220,10 @@ def _settings(product: ProductConfig) -> dict[str, int]:
         "ROWS": product.rows,
         "CHUNKS": product.chunks,
         "STAGES": product.stages,
+        "WARPS": product.warps,
         "num_warps": product.warps,
     }
     return settings if product.registers is None else settings | {"maxnreg": product.registers}
-
-
-def _plan_launch(ids: torch.Tensor, plan: torch.Tensor, pairs: int, slots: int, experts: int, tokens: int) -> Launch:
-    arguments = {
-        "ids_ptr": ids,
-        "plan_ptr": plan,
-        "pairs": pairs,
-        "slots": slots,
-        "experts": experts,
-        "PAIRS": triton.next_power_of_2(pairs),
-        "SLOTS": triton.next_power_of_2(slots),
-        "BINS": triton.next_power_of_2(experts + 1),
-        "TOKENS": tokens,
-    }
-    return Launch(_plan_kernel, experts, arguments)
 
 
 def _has_ptx(x: torch.Tensor) -> bool:

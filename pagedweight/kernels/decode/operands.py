@@ -37,9 +37,18 @@ def item(values, index):
     return values[index]
 
 
+@triton.constexpr_function
+def index_of(values, value):
+    return values.index(value)
+
+
 @triton.jit
 def plane_rows(address_ptr, row, BITS: tl.constexpr, PLANE_FRAMES: tl.constexpr, FRAME_ROWS: tl.constexpr):
-    """Per plane, pointers (R,) to the frames that hold the rows; address_ptr: the linear-block's (P, F) addresses."""
+    """Per plane, pointers (R,) to the frames that hold the rows; address_ptr: the linear-block's (P, F) addresses.
+
+    Called for the widest width before the committed one is known, so that both loads are under way at once; addresses
+    of planes above the committed width may be anything and are not followed.
+    """
     frames = ()
     for plane in tl.static_range(BITS):
         address = tl.load(address_ptr + plane * PLANE_FRAMES + row // FRAME_ROWS)
@@ -81,11 +90,11 @@ def block_columns(block, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def load_words(frames, first, width, block, MASKED: tl.constexpr, COLUMNS: tl.constexpr):
+def load_words(frames, first, width, block, BITS: tl.constexpr, MASKED: tl.constexpr, COLUMNS: tl.constexpr):
     """A tuple of (R, 16) int32, one per plane; words beyond the block or the matrix are 0."""
     word = tl.arange(0, BLOCK_WORDS)[None, :]
     planes = ()
-    for plane in tl.static_range(len(frames)):
+    for plane in tl.static_range(BITS):
         pointer = frames[plane][:, None] + (first[:, None] + word)
         if MASKED:
             held = (word < width[:, None]) & (block < column_blocks(COLUMNS))[:, None]
@@ -104,14 +113,28 @@ def _joined(tensors, HALF: tl.constexpr):
 
 
 @triton.jit
-def side_by_side(tensors, ROWS: tl.constexpr):
-    """32 tensors (ROWS, 16) -> (ROWS, 512), tensor j at columns 16 j ..."""
-    joined = _joined(_joined(_joined(_joined(_joined(tensors, 16), 8), 4), 2), 1)[0]
-    return tl.reshape(tl.permute(joined, (0, 2, 3, 4, 5, 6, 1)), (ROWS, BLOCK_COLUMNS))
+def joined(tensors):
+    """32 tensors (R, W) -> (R, W, 2, 2, 2, 2, 2), indexed by the bits of the tensor's number, high bit first."""
+    return _joined(_joined(_joined(_joined(_joined(tensors, 16), 8), 4), 2), 1)[0]
 
 
 @triton.jit
-def portable_codes(frames, first, width, block, COLUMNS: tl.constexpr):
+def side_by_side(tensors, ROWS: tl.constexpr):
+    """32 tensors (ROWS, 16) -> (ROWS, 512), tensor j at columns 16 j ..."""
+    return tl.reshape(tl.permute(joined(tensors), (0, 2, 3, 4, 5, 6, 1)), (ROWS, BLOCK_COLUMNS))
+
+
+@triton.jit
+def part(tensors, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """tensors[FIRST : FIRST + COUNT]"""
+    chosen = ()
+    for i in tl.static_range(COUNT):
+        chosen = chosen + (tensors[FIRST + i],)
+    return chosen
+
+
+@triton.jit
+def portable_codes(frames, first, width, block, BITS: tl.constexpr, COLUMNS: tl.constexpr):
     """(R, 512) int32 codes of a column block, one load, shift and mask per plane and weight."""
     k = tl.arange(0, BLOCK_COLUMNS)[None, :]
     j = k // BLOCK_WORDS
@@ -120,7 +143,7 @@ def portable_codes(frames, first, width, block, COLUMNS: tl.constexpr):
     bit = 4 * (4 * ((j >> 1) & 1) + (j & 1) + 2 * (w & 1)) + ((j & 15) >> 2)
     pointer_offset = first[:, None] + (w & 14) + (j >> 4)
     codes = tl.zeros((1, 1), tl.int32)
-    for plane in tl.static_range(len(frames)):
+    for plane in tl.static_range(BITS):
         word = tl.load(frames[plane][:, None] + pointer_offset, held, other=0)
         codes = 2 * codes + ((word >> bit) & 1)
     return codes

@@ -194,6 +194,42 @@ def _to_bf16(q: Program, pair: str) -> str:
     return q.emit("cvt.rn.bf16x2.f32", high, low)
 
 
+def selector_program(bits: int) -> tuple[str, str]:
+    """(PTX, constraints), pack 1: planes to 8 words of four code nibbles; for 4 bits, 8 more with the top bit flipped.
+
+    Word 2 j + h holds, in its low half, the codes at bits 4 (4 h + i) + j, i = 0..3.
+    """
+    q = Program()
+    outputs = 16 if bits == 4 else 8
+    planes = [f"${outputs + plane}" for plane in range(bits)]
+    words = _nibbles(q, [None] * (4 - bits) + planes)
+    selectors = [q.right(word, shift) for word in words for shift in (0, 16)]
+    if bits == 4:
+        flipped = [q.emit("xor.b32", word, _hex(0x88888888)) for word in words]
+        selectors += [q.right(word, shift) for word in flipped for shift in (0, 16)]
+    return q.text(selectors), ",".join(["=r"] * outputs + ["r"] * bits)
+
+
+def byte_program(bits: int) -> tuple[str, str]:
+    """(PTX, constraints), pack 1: planes to 8 words; byte i of word j is the code at bit 8 i + j (8 bits: code - 128)."""
+    q = Program()
+    planes = [f"${8 + plane}" for plane in range(bits)]
+    if bits == 8:
+        planes[0] = q.emit("xor.b32", planes[0], _hex(0xFFFFFFFF))
+    return q.text(_bytes(q, planes)), ",".join(["=r"] * 8 + ["r"] * bits)
+
+
+def _look_up_program() -> tuple[str, str]:
+    """(PTX, constraints), pack 4: 8 selector words and 2 table words; output 4 s + i looks up selector s of word i."""
+    lines = [f"prmt.b32 ${4 * s + i}, $64, $68, ${32 + 4 * s + i};" for s in range(8) for i in range(4)]
+    return "\n".join(lines), ",".join(["=r"] * 32 + ["r"] * 40)
+
+
+def _spread_program() -> tuple[str, str]:
+    """(PTX, constraints), pack 4: 8 byte words; output 4 j + i is byte word j of word i."""
+    return "\n".join(f"mov.b32 ${i}, ${32 + i};" for i in range(32)), ",".join(["=r"] * 32 + ["r"] * 32)
+
+
 def table_registers(bits: int, codebook: str) -> int:
     """Table operands a row's decoder takes."""
     if codebook == "lut16":
@@ -238,12 +274,36 @@ _DECODERS = tl.constexpr(
         if codebook != "lut8" or bits <= 4
     }
 )
+_SELECTORS = tl.constexpr({bits: selector_program(bits) for bits in range(2, 5)})
+_BYTES = tl.constexpr({bits: byte_program(bits) for bits in range(2, 9)})
+_LOOK_UP = tl.constexpr(_look_up_program())
+_SPREAD = tl.constexpr(_spread_program())
 _FLOAT_PAIRS = tl.constexpr({bf16: _as_float_pair(bf16) for bf16 in (False, True)})
 
 
 @triton.constexpr_function
 def _decoder(bits, codebook, bf16, part):
     return _DECODERS.value[bits, codebook, bf16][part]
+
+
+@triton.constexpr_function
+def _int8_words(bits, codebook, part):
+    return (_SELECTORS if codebook == "lut8" else _BYTES).value[bits][part]
+
+
+@triton.constexpr_function
+def _int8_words_dtype(bits, codebook):
+    return (tl.int32,) * (16 if codebook == "lut8" and bits == 4 else 8)
+
+
+@triton.constexpr_function
+def _int8_values(looked_up, part):
+    return (_LOOK_UP if looked_up else _SPREAD).value[part]
+
+
+@triton.constexpr_function
+def _int8_values_dtype():
+    return (tl.int8,) * 32
 
 
 @triton.constexpr_function
@@ -267,6 +327,33 @@ def decode_words(planes, table, BITS: tl.constexpr, CODEBOOK: tl.constexpr, BF16
         dtype=_outputs_dtype(BF16),
         is_pure=True,
         pack=2,
+    )
+
+
+@triton.jit
+def int8_words(planes, BITS: tl.constexpr, CODEBOOK: tl.constexpr):
+    """planes: BITS tensors (R, W) int32. 8 tensors (R, W) of codes, as `int8_values` takes them; 16 for 4-bit lut8."""
+    return tl.inline_asm_elementwise(
+        _int8_words(BITS, CODEBOOK, 0),
+        _int8_words(BITS, CODEBOOK, 1),
+        planes,
+        dtype=_int8_words_dtype(BITS, CODEBOOK),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def int8_values(words, table, LOOKED_UP: tl.constexpr):
+    """8 tensors (R, W) of codes, and two table words (R, 1) where codes are looked up. 32 tensors (R, W) int8: element
+    4 m + i of tensor 4 s + g comes from code i of words[s] at word 4 m + g."""
+    return tl.inline_asm_elementwise(
+        _int8_values(LOOKED_UP, 0),
+        _int8_values(LOOKED_UP, 1),
+        words + table,
+        dtype=_int8_values_dtype(),
+        is_pure=True,
+        pack=4,
     )
 
 

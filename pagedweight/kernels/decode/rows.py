@@ -9,7 +9,7 @@ from pagedweight.kernels.decode import operands, ptx, tables
 
 
 @triton.jit
-def _own_chunk(sums, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr):
+def own_chunk(sums, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr):
     """(ROWS * CHUNKS, CHUNKS * TOKENS) -> (ROWS, TOKENS): the products of a row's chunk with the same chunk of x."""
     if CHUNKS == 1:
         return sums
@@ -21,62 +21,102 @@ def _own_chunk(sums, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.conste
 
 
 @triton.jit
+def operand_rows(COUNT: tl.constexpr, WARPS: tl.constexpr, SINGLE: tl.constexpr):
+    """Operand row of each loaded row. In a single step loads go straight to registers: a thread then holds rows 8 and
+    8 * WARPS apart where the operand has 1 and 8, so they are loaded in the order that makes both agree."""
+    loaded = tl.arange(0, COUNT)
+    if SINGLE:
+        tl.static_assert(COUNT == 16 * WARPS)
+        return (loaded // 8 % WARPS) * 16 + (loaded // (8 * WARPS)) * 8 + loaded % 8
+    else:
+        return loaded
+
+
+@triton.jit
+def _in_operand_order(weights, WARPS: tl.constexpr):
+    ROWS: tl.constexpr = 16 * WARPS
+    return tl.reshape(tl.permute(tl.reshape(weights, (2, WARPS, 8, 512)), (1, 0, 2, 3)), (ROWS, 512))
+
+
+@triton.jit
+def _weights(
+    frames, local, block, table, table_operands, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr,
+    COLUMNS: tl.constexpr, FRAME_ROWS: tl.constexpr, MASKED: tl.constexpr, BF16: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """(operand rows, 512) of one column block per row, as the product takes them."""
+    first, width = operands.block_words(block, local, COLUMNS, FRAME_ROWS)
+    if PTX:
+        words = operands.load_words(frames, first, width, block, BITS, MASKED, COLUMNS)
+        return operands.side_by_side(ptx.decode_words(words, table_operands, BITS, CODEBOOK, BF16), row.shape[0])
+    else:
+        codes = operands.portable_codes(frames, first, width, block, BITS, COLUMNS)
+        return tables.portable_values(codes, table, row, BITS, CODEBOOK)
+
+
+@triton.jit
+def _add_product(weights, x, sums, PTX: tl.constexpr):
+    if PTX:
+        return tl.dot(weights, x, sums)
+    else:
+        return tl.dot(weights, x.to(tl.float32), sums, input_precision="ieee")
+
+
+@triton.jit
+def _load_x(x_ptr, x_start, x_used, block, COLUMNS: tl.constexpr, MASKED: tl.constexpr):
+    """(512, N) of the column blocks (N,)."""
+    column, is_column = operands.block_columns(block, COLUMNS)
+    if MASKED:
+        return tl.load(x_ptr + (x_start[None, :] + column), is_column & x_used[None, :], other=0.0)
+    else:
+        return tl.load(x_ptr + (x_start[None, :] + column), x_used[None, :], other=0.0)
+
+
+@triton.jit
 def rows_product(
-    x_ptr,
-    x_start,
-    x_used,
-    address_ptr,
-    table,
-    row,
-    operand_row,
-    first_step,
-    last_step,
-    BITS: tl.constexpr,
-    CODEBOOK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PLANE_FRAMES: tl.constexpr,
-    FRAME_ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PTX: tl.constexpr,
-):
+    x_ptr, x_start, x_used, frames, table, row, operand_row, chunk, first_step, last_step,
+    BITS: tl.constexpr, CODEBOOK: tl.constexpr, COLUMNS: tl.constexpr, FRAME_ROWS: tl.constexpr, CHUNKS: tl.constexpr,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr, SINGLE: tl.constexpr, WARPS: tl.constexpr,
+    WAIT: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     """y[r, t] = sum_k value(row r, k) x[t, k] over column blocks [first_step * CHUNKS, last_step * CHUNKS).
 
     x_start, x_used: (CHUNKS * TOKENS,) first element of the token of operand column n = chunk * TOKENS + token, and
-    whether there is one; row: (ROWS,) rows of the linear-block; operand_row: each CHUNKS times; table: its address.
-    A matrix row is CHUNKS operand rows, each with every CHUNKS-th column block, so that few rows still fill an
-    operand. Returns fp32 (ROWS, TOKENS).
+    whether there is one; row: (ROWS,) rows of the linear-block; operand_row, chunk: (ROWS * CHUNKS,) row and column
+    chunk of each of `operand_rows`; frames: of operand_row; table: its address. A matrix row is CHUNKS operand rows, each with every CHUNKS-th column block, so
+    that few rows still fill an operand. SINGLE: there is one step. WAIT: x is the previous launch's, still running;
+    all that does not depend on it goes first. Returns fp32 (ROWS, TOKENS).
     """
     ROWS: tl.constexpr = row.shape[0]
     OPERAND_ROWS: tl.constexpr = ROWS * CHUNKS
-    BLOCKS: tl.constexpr = operands.column_blocks(COLUMNS)
-    MASKED: tl.constexpr = (COLUMNS % 512 != 0) or (BLOCKS % CHUNKS != 0)
+    MASKED: tl.constexpr = (COLUMNS % 512 != 0) or (operands.column_blocks(COLUMNS) % CHUNKS != 0)
     BF16: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
-    chunk = tl.arange(0, OPERAND_ROWS) % CHUNKS
     column_chunk = tl.arange(0, CHUNKS * TOKENS) // TOKENS
     local = operand_row % FRAME_ROWS
-    frames = operands.plane_rows(address_ptr, operand_row, BITS, PLANE_FRAMES, FRAME_ROWS)
+    table_operands = ()
     if PTX:
         table_operands = tables.table_operands(table, operand_row, BITS, CODEBOOK, BF16)
     sums = tl.zeros((OPERAND_ROWS, CHUNKS * TOKENS), tl.float32)
-    for step in tl.range(first_step, last_step, num_stages=STAGES):
-        block = step * CHUNKS + chunk
-        first, width = operands.block_words(block, local, COLUMNS, FRAME_ROWS)
-        column, is_column = operands.block_columns(step * CHUNKS + column_chunk, COLUMNS)
-        if MASKED:
-            x = tl.load(x_ptr + (x_start[None, :] + column), is_column & x_used[None, :], other=0.0)
-        else:
-            x = tl.load(x_ptr + (x_start[None, :] + column), x_used[None, :], other=0.0)
-        if PTX:
-            words = operands.load_words(frames, first, width, block, MASKED, COLUMNS)
-            weights = operands.side_by_side(ptx.decode_words(words, table_operands, BITS, CODEBOOK, BF16), OPERAND_ROWS)
-            sums = tl.dot(weights, x, sums)
-        else:
-            codes = operands.portable_codes(frames, first, width, block, COLUMNS)
-            weights = tables.portable_values(codes, table, operand_row, BITS, CODEBOOK)
-            sums = tl.dot(weights, x.to(tl.float32), sums, input_precision="ieee")
-    product = _own_chunk(sums, ROWS, CHUNKS, TOKENS)
+    if SINGLE:
+        weights = _weights(
+            frames, local, first_step * CHUNKS + chunk, table, table_operands, operand_row,
+            BITS, CODEBOOK, COLUMNS, FRAME_ROWS, MASKED, BF16, PTX,
+        )  # fmt: skip
+        weights = _in_operand_order(weights, WARPS)
+        if WAIT:
+            tl.extra.cuda.gdc_wait()
+        x = _load_x(x_ptr, x_start, x_used, first_step * CHUNKS + column_chunk, COLUMNS, MASKED)
+        sums = _add_product(weights, x, sums, PTX)
+    else:
+        if WAIT:
+            tl.extra.cuda.gdc_wait()
+        for step in tl.range(first_step, last_step, num_stages=STAGES):
+            x = _load_x(x_ptr, x_start, x_used, step * CHUNKS + column_chunk, COLUMNS, MASKED)
+            weights = _weights(
+                frames, local, step * CHUNKS + chunk, table, table_operands, operand_row,
+                BITS, CODEBOOK, COLUMNS, FRAME_ROWS, MASKED, BF16, PTX,
+            )  # fmt: skip
+            sums = _add_product(weights, x, sums, PTX)
+    product = own_chunk(sums, ROWS, CHUNKS, TOKENS)
     if CODEBOOK == "lut8" or CODEBOOK == "affine":
         product = product * tables.row_factor(table, row, BITS, CODEBOOK)[:, None]
     return product

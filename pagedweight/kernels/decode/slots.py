@@ -1,4 +1,4 @@
-"""Which expert and which of its routed pairs one program works on, and the launch that groups pairs by expert.
+"""Which expert and which of its routed pairs one program works on, and how pairs are grouped by expert.
 
 A pair is (token, choice), numbered token * A + choice. A slot is one expert with at most TOKENS of its pairs. One
 token needs no grouping: its choices are the slots.
@@ -26,28 +26,20 @@ def slot_pairs(plan_ptr, ids_ptr, slot, column, experts, TOKENS: tl.constexpr, P
         return expert, pairs, column * 0 + slot
 
 
-@triton.jit(do_not_specialize=["pairs", "slots"])
-def _plan_kernel(
-    ids_ptr,
-    plan_ptr,
-    pairs,
-    slots,
-    experts: tl.constexpr,
-    PAIRS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BINS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """One program: the slots of one expert. Grid (experts,). Slots come in expert order; unused ones have no pairs.
+@triton.jit
+def plan_expert(
+    ids_ptr, plan_ptr, expert, pairs, slots, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, SLOTS: tl.constexpr,
+    BINS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Write one expert's slots. Slots come in expert order; the first expert's program marks the unused ones empty.
 
-    PAIRS, SLOTS and BINS are powers of two, BINS above experts: the last bins take the ids that are no expert.
+    PAIRS, SLOTS and BINS are powers of two, BINS above EXPERTS: the last bins take the ids that are no expert.
     """
-    expert = tl.program_id(0)
     pair = tl.arange(0, PAIRS)
     ids = tl.load(ids_ptr + pair, pair < pairs, other=-1).to(tl.int32)
     bins = tl.arange(0, BINS)
-    counts = tl.histogram(tl.where((ids >= 0) & (ids < experts), ids, experts), BINS)
-    expert_slots = tl.where(bins < experts, (counts + TOKENS - 1) // TOKENS, 0)
+    counts = tl.histogram(tl.where((ids >= 0) & (ids < EXPERTS), ids, EXPERTS), BINS)
+    expert_slots = tl.where(bins < EXPERTS, (counts + TOKENS - 1) // TOKENS, 0)
     first = tl.sum(tl.where(bins < expert, expert_slots, 0))
     count = tl.sum(tl.where(bins == expert, counts, 0))
     row_ptr = plan_ptr + first * (PLAN_HEADER + TOKENS)

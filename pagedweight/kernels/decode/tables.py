@@ -54,6 +54,29 @@ def row_factor(address, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr):
 
 
 @triton.jit
+def lut8_words(address, row, BITS: tl.constexpr):
+    """A lut8 row's bytes, four in each of 2 or 4 tensors (R, 1) int32."""
+    words = _words(address, row, 0, 2**BITS // 4, 2**BITS // 4 + 1)
+    if BITS == 2:
+        return (words[0], words[0])
+    else:
+        return words
+
+
+@triton.jit
+def byte_line(address, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr):
+    """(factor, shift) fp32 (R,): values are factor * byte + shift; affine bytes are codes, code - 128 at 8 bits."""
+    if CODEBOOK == "lut8":
+        factor = row_factor(address, row, BITS, CODEBOOK)
+        return factor, -64.0 * factor
+    else:
+        pointer = address.to(tl.pointer_type(tl.float32)) + 2 * row
+        scale = tl.load(pointer)
+        middle: tl.constexpr = 0.5 if BITS == 8 else 0.5 - 2 ** (BITS - 1)
+        return scale, tl.load(pointer + 1) + middle * scale
+
+
+@triton.jit
 def _pair(value):
     """A 16-bit float twice in an int32."""
     return (value.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
@@ -84,11 +107,7 @@ def table_operands(address, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr, BF1
         else:
             return (_as_loaded(address + row[:, None].to(tl.int64) * (2 * 2**BITS), address, row[:, None] < 0),)
     elif CODEBOOK == "lut8":
-        words = _words(address, row, 0, 2**BITS // 4, 2**BITS // 4 + 1)
-        if BITS == 2:
-            return (words[0], words[0])
-        else:
-            return words
+        return lut8_words(address, row, BITS)
     elif CODEBOOK == "affine":
         a, ratio, factor = _affine(address, row[:, None])
         if BF16 and BITS < 8:
