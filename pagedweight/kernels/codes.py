@@ -79,24 +79,30 @@ def load_weights(
     STORED_WORDS: tl.constexpr = (K + 63) // 64 * 2
     PADDED: tl.constexpr = K % 64 != 0
     word = first_word + tl.arange(0, WORDS)
-    bit = tl.arange(0, 32)
-    offset = word_offset(rows, word, K, ROWS_PER_FRAME)
     mask = mask_rows[:, None] & (word < STORED_WORDS)[None, :]
-    code = tl.zeros((BLOCK_N, WORDS, 32), tl.int32)
+    mask_words = tl.broadcast_to(mask[:, :, None], (BLOCK_N, WORDS, 8))
+    offset = tl.broadcast_to(word_offset(rows, word, K, ROWS_PER_FRAME)[:, :, None], (BLOCK_N, WORDS, 8))
+    # Lanes must share a word, and below a row's table. Nothing makes the compiler order them so but a claim of
+    # contiguity; as the alignment of frames and tables is unknown to it, it can't join loads on the strength of that.
+    offset = tl.max_contiguous(offset, (1, 2, 4))
+    # Four codes at a time: those of bits j, j + 8, j + 16, j + 24, each in a byte.
+    shift = tl.arange(0, 8)[None, None, :]
+    codes = tl.zeros((BLOCK_N, WORDS, 8), tl.int32)
     address_ptr = frames_ptr + rows // ROWS_PER_FRAME
     for plane in range(0, width):
         address = tl.load(address_ptr + plane * frames, mask=mask_rows, other=0)
-        words = tl.load(address.to(tl.pointer_type(tl.int32))[:, None] + offset, mask=mask, other=0)
-        code = code * 2 + ((words[:, :, None] >> bit[None, None, :]) & 1)
+        words_ptr = address.to(tl.pointer_type(tl.int32))[:, None, None] + offset
+        words = tl.load(words_ptr, mask=mask_words, other=0)
+        codes = (codes << 1) | ((words >> shift) & 0x01010101)
+    byte = tl.arange(0, 4)
+    code = (codes[:, :, None, :] >> (8 * byte)[None, None, :, None]) & 0xFF
     if PADDED:
         # Padding bits may be anything, and what they name in the table need not be finite.
-        inside = column_at(word[:, None] * 32 + bit[None, :], K) < K
-        mask_entry = mask[:, :, None] & inside[None, :, :]
+        position = word[:, None, None] * 32 + byte[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+        mask_entry = mask[:, :, None, None] & (column_at(position, K) < K)[None, :, :, :]
     else:
-        mask_entry = tl.broadcast_to(mask[:, :, None], (BLOCK_N, WORDS, 32))
-    # Lanes must run along a row, whose table is one or two cache lines. Nothing makes the compiler order them so but a
-    # claim of contiguity; with the table's alignment unknown it can't join loads on the strength of it.
-    entry = tl.max_contiguous((rows << width)[:, None, None] + code, (1, 2, 4))
+        mask_entry = tl.broadcast_to(mask[:, :, None, None], (BLOCK_N, WORDS, 4, 8))
+    entry = tl.max_contiguous((rows << width)[:, None, None, None] + code, (2, 4, 1, 8))
     value = tl.load(table_ptr + entry, mask=mask_entry, other=0.0)
     return tl.reshape(value, (BLOCK_N, 32 * WORDS))
 
