@@ -54,7 +54,10 @@ def write(directory: Path, count: int = LAYOUT.rows) -> CheckpointWriter:
 def folder(tmp_path: Path) -> Path:
     """A finished checkpoint of several shards."""
     write(tmp_path).finish()
-    assert len(list((tmp_path / "pagedweight").glob("pages-*"))) >= 3
+    names = sorted(path.name for path in (tmp_path / "pagedweight").iterdir())
+    assert names[0] == "metadata.json"
+    assert len(names) >= 4
+    assert all(name.startswith("pages-") for name in names[1:])
     return tmp_path
 
 
@@ -309,6 +312,15 @@ def test_another_version_is_refused_with_the_wanted_one(folder: Path) -> None:
 def test_metadata_that_does_not_match_the_files_is_refused(folder: Path, change: dict) -> None:
     edit_metadata(folder, change)
     with pytest.raises(CheckpointError, match="pagedweight"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("value", [40.0, "40", True, None])
+def test_a_number_of_the_wrong_type_is_refused(folder: Path, value: object) -> None:
+    document = json.loads((folder / "pagedweight" / "metadata.json").read_text())
+    document["layers"][0]["hidden"] = value
+    edit_metadata(folder, document)
+    with pytest.raises(CheckpointError, match=f"hidden is {value!r}; wanted int"):
         Checkpoint.open(folder)
 
 
