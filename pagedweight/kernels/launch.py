@@ -55,8 +55,8 @@ def is_legal(config: LaunchConfig, element_bytes: int, shared_limit: int) -> boo
 
 def choose(experts: int, pairs: int, element_bytes: int, shared_limit: int) -> LaunchConfig:
     """The launch for a batch of T * A pairs; ValueError when the device allows none."""
-    # H200 at Qwen1.5-MoE and Mixtral shapes, 4 bits, 2026-11: two words per step beat four by 1.4x at 64 x 128 (registers
-    # of the decode); 64 tokens per tile beat 16 from about 8 pairs per expert on, and 128 lost to 64 up to 512 tokens.
+    # H200, Qwen1.5-MoE and Mixtral at 4 bits, 2026-11: two words per step beat four by 1.4x at 64 x 128 (the decode's
+    # registers); 64 tokens per tile beat 16 from about 8 pairs per expert on; 128 lost to 64 up to 512 tokens.
     few = LaunchConfig(block_m=16, block_n=64, words=2)
     many = LaunchConfig(block_m=64, block_n=128, words=2, num_warps=8)
     for config in (many if pairs > 8 * experts else few, few, LaunchConfig(block_n=32, words=1, num_stages=1)):
