@@ -10,6 +10,7 @@ from pagedweight.calibration.sequences import SequenceDamage
 from pagedweight.layout import Layout
 from pagedweight.policy import Policy
 
+FEWEST_SEQUENCES = 8
 HELD_OUT_SHARE = 0.25
 FEWEST_TOKENS = 4  # a sequence that routed fewer to an expert says little of what it usually does there
 RIDGE = 1e-3  # of the features' variance: the three norms are nearly collinear
@@ -63,8 +64,10 @@ def fit_residual(
     ValueError with fewer than eight sequences.
     """
     sequences = measured.mass.shape[1]
-    if sequences < 8:
-        raise ValueError(f"{sequences} calibration sequences are too few to train residual heads; give at least 8")
+    if sequences < FEWEST_SEQUENCES:
+        raise ValueError(
+            f"{sequences} calibration sequences are too few to train residual heads; give {FEWEST_SEQUENCES}"
+        )
     held_out = np.zeros(sequences, dtype=bool)
     chosen = np.random.default_rng(seed).permutation(sequences)[: max(2, round(HELD_OUT_SHARE * sequences))]
     held_out[chosen] = True

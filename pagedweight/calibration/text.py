@@ -27,6 +27,9 @@ class Windows(NamedTuple):
         for tokens, mask in zip(self.tokens.split(rows), self.mask.split(rows), strict=True):
             yield Batch(tokens.to(device), mask.to(device))
 
+    def first(self, count: int) -> Windows:
+        return self._replace(tokens=self.tokens[:count], mask=self.mask[:count])
+
 
 def read_documents(path: str | Path) -> list[str]:
     """Documents of a .jsonl file (its records' "text") or of a text file divided by lines of <|endoftext|>.
