@@ -31,27 +31,39 @@ def plans_for_targets(
     """
     waiting, plans, largest, chosen = sorted(set(targets)), [], None, None
     limited = math.isfinite(observation.limits.damage)
-    for stage in range(len(policy.floors)):
-        for level in range(len(policy.depth_caps)):
-            lowest = lowest_index(scores, table, observation, policy, stage, level)
-            if not waiting or (not limited and urgent not in waiting and largest_release(scores, lowest) < waiting[0]):
-                continue
-            steps = legal_steps(scores, lowest)
-            allowed = affordable_steps(steps, table, observation, policy) if limited else len(steps.row)
-            most_bytes, _ = steps.totals(allowed)
-            met = [target for target in waiting if target <= most_bytes]
-            for target in met:
-                count = steps.meeting(target)
-                change = Change(count, (), (), *steps.totals(count))
-                if target == urgent and not limited:
-                    change = covering(scores, lowest, steps, target)
-                plans.append(QueuedPlan(stage, level, target, made_at, scores.committed, steps, change))
-                chosen = plans[-1] if target == urgent else chosen
-            waiting = [target for target in waiting if target > most_bytes]
-            if urgent in waiting and (largest is None or most_bytes > largest.released_bytes):
-                change = Change(allowed, (), (), *steps.totals(allowed))
-                largest = QueuedPlan(stage, level, urgent, made_at, scores.committed, steps, change)
+    constraints = list(np.ndindex(len(policy.floors), len(policy.depth_caps)))
+    for stage, level in constraints:
+        if not waiting:
+            break
+        lowest = lowest_index(scores, table, observation, policy, stage, level)
+        capacity = largest_release(scores, lowest)
+        if capacity < waiting[0] and (stage, level) != constraints[-1] and not limited:
+            continue
+        # Nothing to choose where all of it is wanted: no need to sort.
+        everything = not limited and capacity <= waiting[0]
+        steps = lower_everything(scores, lowest) if everything else legal_steps(scores, lowest)
+        allowed = affordable_steps(steps, table, observation, policy) if limited else len(steps.row)
+        most_bytes, _ = steps.totals(allowed)
+        for target in [target for target in waiting if target <= most_bytes]:
+            count = steps.meeting(target)
+            change = Change(count, (), (), *steps.totals(count))
+            if target == urgent and not limited and not everything:
+                change = covering(scores, lowest, steps, target)
+            plans.append(QueuedPlan(stage, level, target, made_at, scores.committed, steps, change))
+            chosen = plans[-1] if target == urgent else chosen
+        waiting = [target for target in waiting if target > most_bytes]
+        if urgent in waiting and (largest is None or most_bytes > largest.released_bytes):
+            change = Change(allowed, (), (), *steps.totals(allowed))
+            largest = QueuedPlan(stage, level, urgent, made_at, scores.committed, steps, change)
     return plans, chosen or largest
+
+
+def lower_everything(scores: Scores, lowest: np.ndarray) -> Steps:
+    """One step for each row that can be lowered, to the width index lowest (R,), by row."""
+    row = np.flatnonzero(lowest < scores.committed)
+    to = lowest[row]
+    released, damage = np.cumsum(scores.released[to, row]), np.cumsum(scores.damage[to, row])
+    return Steps(row, scores.committed[row], to, released, damage)
 
 
 def largest_release(scores: Scores, lowest: np.ndarray) -> int:
