@@ -11,11 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from pagedweight.kernels.checks import check_arguments
 from pagedweight.kernels.codes import add_product, operand_type, position_of
 from pagedweight.kernels.device_order import PlaneGeometry, plane_geometry
 from pagedweight.kernels.gates import gate_activation
-from pagedweight.kernels.launch import LaunchConfig, choose, device_guard, shared_limit
+from pagedweight.kernels.launch import LaunchConfig, choose, shared_limit
 from pagedweight.kernels.permute import launch_permute
 from pagedweight.kernels.routing import Grouping, launch_group, launch_routing
 from pagedweight.kernels.weighted_sum import launch_weighted_sum
@@ -207,32 +206,33 @@ def launch_fused_moe(
     widths: list[int],
     config: LaunchConfig | None = None,
 ) -> torch.Tensor:
-    """`fused_moe` by the grouped kernels, for any number of tokens. Deterministic; safe to capture in a CUDA graph."""
+    """`fused_moe` by the grouped kernels, for any number of tokens, on the current device.
+
+    Deterministic; safe to capture in a CUDA graph. The op has checked the arguments.
+    """
     tables, stats = BlockTables(bits, frame_address, table_address, memory), RoutingStats(mass, counts, features)
-    check_arguments(x, expert_ids, expert_weights, token_slot, tables, stats, first_row, experts, activation)
     tokens, per_token = expert_ids.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     config = config or choose(experts, tokens * per_token, x.element_size(), shared_limit(x.device))
     step = max(1, PAIRS_PER_LAUNCH // per_token)
-    with device_guard(x.device):
-        for start in range(0, tokens, step):
-            part = slice(start, start + step)
-            _launch_part(
-                x[part],
-                expert_ids[part],
-                expert_weights[part],
-                token_slot[part],
-                tables,
-                stats,
-                out[part],
-                config,
-                layer_index=layer_index,
-                first_row=first_row,
-                experts=experts,
-                intermediate=intermediate,
-                frame_bytes=frame_bytes,
-                activation=activation,
-            )
+    for start in range(0, tokens, step):
+        part = slice(start, start + step)
+        _launch_part(
+            x[part],
+            expert_ids[part],
+            expert_weights[part],
+            token_slot[part],
+            tables,
+            stats,
+            out[part],
+            config,
+            layer_index=layer_index,
+            first_row=first_row,
+            experts=experts,
+            intermediate=intermediate,
+            frame_bytes=frame_bytes,
+            activation=activation,
+        )
     return out
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -73,8 +72,3 @@ def shared_limit(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_SHARED_BYTES
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
-def device_guard(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device; make that the tensors' own."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

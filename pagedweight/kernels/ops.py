@@ -50,6 +50,8 @@ def fused_moe(
 
     Returns (T, H) in x.dtype. Raises ValueError when the arguments do not fit each other.
     """
+    tables, stats = BlockTables(bits, frame_address, table_address, memory), RoutingStats(mass, counts, features)
+    check_arguments(x, expert_ids, expert_weights, token_slot, tables, stats, first_row, experts, activation)
     return launch_on_cuda(
         x,
         expert_ids,
@@ -122,4 +124,6 @@ def launch_on_cuda(x: torch.Tensor, *arguments: object, **named: object) -> torc
     # Not at the top: where Triton has no wheel, everything but this launch must work.
     from pagedweight.kernels.regimes import choose_regime
 
-    return choose_regime(x)(x, *arguments, **named)
+    # Triton launches on the current device; make that the tensors' own.
+    with torch.cuda.device(x.device):
+        return choose_regime(x)(x, *arguments, **named)

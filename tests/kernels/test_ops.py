@@ -64,7 +64,7 @@ def test_case_95_registering_twice_is_harmless():
         ("token_slot", torch.zeros(5, dtype=torch.int64), "token_slot"),
         ("bits", torch.zeros(8), "bits is torch.float32"),
         ("first_row", 4, "beyond the 8 rows"),
-        ("experts", 1, "2 experts per token"),
+        ("experts", 1, "2 experts per token"),  # case 8
         ("mass", torch.zeros(1, 1, 3), "hold 3 experts"),
         ("counts", torch.zeros(1, 1, 8, dtype=torch.int32)[..., ::2], "contiguous"),
         ("activation", "relu", "activation is 'relu'"),
