@@ -44,6 +44,8 @@ def patch(
     if hasattr(model, "pagedweight"):
         raise ValueError(f"this {type(model).__name__} is patched already; unpatch it first")
     found = find_experts(model)
+    if checkpoint is not None:
+        Checkpoint.open(checkpoint).verify()
     return assemble(model, found, found[0].module.down_proj.device, checkpoint, policy, config, keep_original)
 
 
@@ -103,7 +105,7 @@ def read_into(
     """Read every page, then drop the dense weights unless they are kept."""
     for block in store.layout.blocks():
         store.store(block, opened.block(block))
-    done.extend(found)
+    done.extend(experts for experts in found if experts.has_weights)
     if not keep:
         for experts in found:
             experts.drop_weights()

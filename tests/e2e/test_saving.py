@@ -109,32 +109,32 @@ def test_saving_again_writes_the_same_pages(tmp_path: Path) -> None:
         assert all(torch.equal(mine.tables[bits], other.tables[bits]) for bits in first.layout.widths)
 
 
-@pytest.mark.parametrize("damage", ["a flipped byte", "a cut file", "no metadata"])
-def test_a_damaged_folder_loads_nothing(folder: Path, damage: str) -> None:
-    pages = folder / "pagedweight" / "pages-00001.safetensors"
-    if damage == "a flipped byte":
-        content = bytearray(pages.read_bytes())
-        content[-5] ^= 1
-        pages.write_bytes(content)
-    elif damage == "a cut file":
-        pages.write_bytes(pages.read_bytes()[:-100])
-    else:
-        (folder / "pagedweight" / "metadata.json").unlink()
+def flip_a_byte(pages: Path) -> None:
+    content = bytearray(pages.read_bytes())
+    content[-5] ^= 1
+    pages.write_bytes(content)
+
+
+DAMAGES = {
+    "a flipped byte": flip_a_byte,
+    "a cut file": lambda pages: pages.write_bytes(pages.read_bytes()[:-100]),
+    "no metadata": lambda pages: (pages.parent / "metadata.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_folder_loads_nothing_and_patches_nothing(folder: Path, damage: str) -> None:
+    DAMAGES[damage](folder / "pagedweight" / "pages-00001.safetensors")
     with pytest.raises(CheckpointError):
         pagedweight.load(folder)
-
-
-def test_a_damaged_checkpoint_leaves_the_model_that_was_to_be_patched(folder: Path) -> None:
-    pages = folder / "pagedweight" / "pages-00001.safetensors"
-    pages.write_bytes(pages.read_bytes()[:-100])
     model = mixtral_m8(num_local_experts=2, intermediate_size=32)
     before = logits(model)
-    with pytest.raises(CheckpointError, match="bytes"):
+    with pytest.raises(CheckpointError):
         pagedweight.patch(model, checkpoint=folder)
     assert torch.equal(logits(model), before)
 
 
-def test_an_interrupted_quantization_never_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_quantization_never_loads(tmp_path: Path) -> None:
     model = mixtral_m8(num_local_experts=2, intermediate_size=32)
     model.model.layers[1].mlp.experts.down_proj.data[1, 0, 0] = torch.nan
     with pytest.raises(ValueError, match="NaN"):
