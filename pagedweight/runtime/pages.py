@@ -14,9 +14,11 @@ import torch
 
 from pagedweight.layout import Layout
 
-# Large chunks: page-locking costs per call, and torch's own pinned allocator rounds each request to a power of two.
+# Page-locking costs per call, and the allocator of page-locked memory rounds each request up to a power of two: so
+# chunks are large powers of two, and a page takes what it needs of one.
 _CHUNK_BYTES = 256 * 2**20
-_OS_PAGE_BYTES = 4096
+_SMALLEST_CHUNK_BYTES = 2**16
+_UNLIMITED_BYTES = 2**62
 
 
 class PageSizes(NamedTuple):
@@ -61,15 +63,14 @@ class HostPages:
 
     def __init__(self, sizes: PageSizes, pinned_bytes: int | None = 0) -> None:
         self.sizes = sizes
-        fb = sizes.frame_bytes
-        table_bytes = int(sizes.table_frames.sum()) * fb
-        plane_bytes = int(sizes.plane_frames.sum()) * sizes.planes * fb
-        allowed = table_bytes + plane_bytes if pinned_bytes is None else pinned_bytes
-        self._table_memory = _HostMemory(table_bytes, min(allowed, table_bytes))
-        self._plane_memory = _HostMemory(plane_bytes, max(0, allowed - table_bytes))
+        self._pinned_budget_bytes = _UNLIMITED_BYTES if pinned_bytes is None else pinned_bytes
+        self._table_bytes = int(sizes.table_frames.sum()) * sizes.frame_bytes
+        self._table_memory = _HostMemory(self._table_bytes)
+        self._plane_memory = _HostMemory(int(sizes.plane_frames.sum()) * sizes.planes * sizes.frame_bytes)
         self._pages: dict[tuple[int, int], torch.Tensor] = {}
         self._reserved: dict[tuple[int, int], torch.Tensor] = {}
         self._tables: dict[tuple[int, int], torch.Tensor] = {}
+        self._warned = self._pinned_budget_bytes == 0
 
     @property
     def pinned_bytes(self) -> int:
@@ -94,7 +95,8 @@ class HostPages:
         """
         if (row, plane) not in self._reserved:
             size = int(self.sizes.plane_frames[row]) * self.sizes.frame_bytes
-            self._reserved[row, plane] = self._plane_memory.take(size)
+            kept_for_tables = max(self._table_bytes, self._table_memory.pinned_bytes)
+            self._reserved[row, plane] = self._take(self._plane_memory, size, kept_for_tables)
         return self._reserved[row, plane]
 
     def store(self, row: int, plane: int, data: torch.Tensor) -> None:
@@ -117,7 +119,7 @@ class HostPages:
         room = int(self.sizes.table_frames[row, self.sizes.widths.index(width)]) * self.sizes.frame_bytes
         if data.numel() > room:
             raise ValueError(f"the {width}-bit table of row {row} is {data.numel()} bytes; its frames hold {room}")
-        kept = self._table_memory.take(room)
+        kept = self._take(self._table_memory, room, self._plane_memory.pinned_bytes)
         kept[: data.numel()] = data
         kept[data.numel() :] = 0
         self._tables[row, width] = kept
@@ -127,65 +129,65 @@ class HostPages:
         self._reserved[row, plane] = self._pages.pop((row, plane))
 
     def close(self) -> None:
-        """Unlock the memory. No transfer may be in flight."""
+        """Give the memory back. No transfer may be in flight."""
         self._pages.clear()
         self._reserved.clear()
         self._tables.clear()
-        self._table_memory.close()
-        self._plane_memory.close()
+        self._table_memory = _HostMemory(0)
+        self._plane_memory = _HostMemory(0)
 
-
-class _HostMemory:
-    """Bytes handed out from large chunks, page-locked while the budget lasts. Nothing is given back before close."""
-
-    def __init__(self, expected_bytes: int, pinned_budget_bytes: int) -> None:
-        self._expected_bytes = expected_bytes
-        self._pinned_budget_bytes = pinned_budget_bytes
-        self._chunks: list[tuple[torch.Tensor, bool]] = []
-        self._used = 0
-        self.pinned_bytes = 0
-
-    def take(self, count: int) -> torch.Tensor:
-        if not self._chunks or self._used + count > self._chunks[-1][0].numel():
-            self._add_chunk(count)
-        start, self._used = self._used, self._used + count
-        return self._chunks[-1][0][start : start + count]
-
-    def close(self) -> None:
-        for chunk, pinned in self._chunks:
-            if pinned:
-                torch.cuda.cudart().cudaHostUnregister(chunk.data_ptr())
-        self._chunks.clear()
-        self.pinned_bytes = 0
-
-    def _add_chunk(self, count: int) -> None:
-        left = self._pinned_budget_bytes - self.pinned_bytes
-        wanted = self._pinned_budget_bytes > 0
-        size = max(count, min(_CHUNK_BYTES, self._expected_bytes, left if left > 0 else _CHUNK_BYTES))
-        self._expected_bytes = max(0, self._expected_bytes - size)
-        chunk = _page_aligned(size)
-        pinned = size <= left and _page_lock(chunk)
-        if wanted and not pinned:
+    def _take(self, memory: _HostMemory, count: int, held_elsewhere_bytes: int) -> torch.Tensor:
+        """Room in one of the memories, with one warning once page-locked memory is used up."""
+        room = memory.take(count, self._pinned_budget_bytes - held_elsewhere_bytes)
+        if memory.pageable and not self._warned:
+            self._warned = True
             warnings.warn(
                 f"page-locked host memory is used up at {self.pinned_bytes} bytes; further pages are kept in pageable "
                 "memory and reload more slowly (raise host_pinned_bytes or the system's limit)",
                 RuntimeWarning,
                 stacklevel=4,
             )
-            self._pinned_budget_bytes = 0
-        self.pinned_bytes += size if pinned else 0
-        self._chunks.append((chunk, pinned))
+        return room
+
+
+class _HostMemory:
+    """Bytes handed out from large chunks, page-locked while the budget lasts. Nothing is given back."""
+
+    def __init__(self, expected_bytes: int) -> None:
+        self.pinned_bytes = 0
+        self.pageable = False
+        self._expected_bytes = expected_bytes
+        self._chunk = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
+    def take(self, count: int, pinned_budget_bytes: int) -> torch.Tensor:
+        """uint8 (count,); pinned_budget_bytes: what this memory may lock in all."""
+        if self._used + count > len(self._chunk):
+            self._chunk = self._new_chunk(count, pinned_budget_bytes - self.pinned_bytes)
+            self._expected_bytes = max(0, self._expected_bytes - len(self._chunk))
+            self._used = 0
+        start, self._used = self._used, self._used + count
+        return self._chunk[start : start + count]
 
-def _page_aligned(size: int) -> torch.Tensor:
-    """uint8 (size,) on its own operating-system pages, since locking works on whole ones."""
-    with torch.inference_mode(False):
-        raw = torch.empty(size + 2 * _OS_PAGE_BYTES, dtype=torch.uint8)
-        shift = -raw.data_ptr() % _OS_PAGE_BYTES
-        return raw[shift : shift + size]
+    def _new_chunk(self, count: int, lockable_bytes: int) -> torch.Tensor:
+        wanted = max(min(_CHUNK_BYTES, self._expected_bytes), _SMALLEST_CHUNK_BYTES)
+        size = max(_power_of_two_below(min(wanted, max(1, lockable_bytes))), _power_of_two_above(count))
+        with torch.inference_mode(False):
+            if not self.pageable and size <= lockable_bytes:
+                try:
+                    chunk = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                except RuntimeError:  # the system's own limit
+                    pass
+                else:
+                    self.pinned_bytes += size
+                    return chunk
+            self.pageable = True
+            return torch.empty(max(count, wanted), dtype=torch.uint8)
 
 
-def _page_lock(chunk: torch.Tensor) -> bool:
-    """Lock a chunk for direct device copies; False when the system refuses."""
-    return int(torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), chunk.numel(), 0)) == 0
+def _power_of_two_below(count: int) -> int:
+    return 1 << (count.bit_length() - 1)
+
+
+def _power_of_two_above(count: int) -> int:
+    return 1 << (count - 1).bit_length()

@@ -11,8 +11,6 @@ import torch
 from pagedweight.runtime.frames import Arena
 from pagedweight.runtime.transfer import FrameCopy, Ticket
 
-# A page in runs at least this long is copied run by run; below it, launches would cost more than the bytes.
-_DIRECT_RUN_BYTES = 128 * 2**10
 _STAGING_BYTES = 32 * 2**20
 
 
@@ -34,8 +32,8 @@ class _EventTicket:
 class CudaEngine:
     """A copy stream beside the compute stream (the caller's current stream); nothing here waits for the device.
 
-    Pages in long runs of frames are copied straight. Scattered ones pass through a staging buffer on the device, so
-    that the bus sees one copy per page and one kernel spreads the frames.
+    Pages pass through a staging buffer on the device: a copy has a cost of its own (some 30 us) that frames of a few
+    KiB cannot carry, so host bytes that lie together cross the bus together and one kernel spreads the frames.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -48,13 +46,12 @@ class CudaEngine:
     def copy_in(self, copies: Sequence[FrameCopy]) -> Ticket:
         self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
         keep = [_page_locked(host) for _, host in copies]
-        sources = [FrameCopy(frames, host) for (frames, _), host in zip(copies, keep, strict=True)]
+        sources = (FrameCopy(frames, host) for (frames, _), host in zip(copies, keep, strict=True))
         with _settled(self._copy_stream), torch.cuda.stream(self._copy_stream):
-            for copy in sources:
-                if self._is_direct(copy):
-                    self._copy_runs(copy)
-            for batch in self._batches(copy for copy in sources if not self._is_direct(copy)):
-                self._scatter(batch)
+            for batch in self._batches(sources):
+                staged = self._staged(batch)
+                _fill(staged.view(-1), [copy.host for copy in batch])
+                self._arena.rows.index_copy_(0, self._indices(batch), staged)
             return _EventTicket(self._copy_stream, keep)
 
     def copy_out(self, copies: Sequence[FrameCopy]) -> Ticket:
@@ -81,24 +78,12 @@ class CudaEngine:
         self._copy_stream.synchronize()
         torch.cuda.current_stream(self._device).synchronize()
 
-    def _is_direct(self, copy: FrameCopy) -> bool:
-        runs = len(_runs(copy.frames))
-        return runs == 1 or copy.host.numel() >= runs * _DIRECT_RUN_BYTES or len(copy.frames) > self._staging_frames
-
     def _copy_runs(self, copy: FrameCopy) -> None:
         """One copy per run of frames, on the current stream."""
         host = copy.host.view(len(copy.frames), -1)
         for start, stop in _runs(copy.frames):
             first = int(copy.frames[start])
             self._arena.rows[first : first + stop - start].copy_(host[start:stop], non_blocking=True)
-
-    def _scatter(self, batch: list[FrameCopy]) -> None:
-        staged, start = self._staged(batch), 0
-        for frames, host in batch:
-            part = staged[start : start + len(frames)]
-            part.copy_(host.view(part.shape), non_blocking=True)
-            start += len(frames)
-        self._arena.rows.index_copy_(0, self._indices(batch), staged)
 
     def _batches(self, copies: Iterable[FrameCopy]) -> Iterable[list[FrameCopy]]:
         """Copies in groups that fit the staging buffer; one larger than it is a group of its own."""
@@ -138,6 +123,18 @@ def _settled(stream: torch.cuda.Stream) -> Iterator[None]:
 def _page_locked(host: torch.Tensor) -> torch.Tensor:
     """The bytes in page-locked memory, so that the copy does not make the host wait for the device."""
     return host if host.is_pinned() else host.pin_memory()
+
+
+def _fill(target: torch.Tensor, hosts: list[torch.Tensor]) -> None:
+    """Copy page-locked pieces one behind the other; neighbours in host memory go as one copy."""
+    places = [(host.untyped_storage().data_ptr(), host.data_ptr(), host.numel()) for host in hosts]
+    memory, address, sizes = np.array(places, dtype=np.int64).T
+    ends = np.cumsum(sizes)
+    apart = (memory[1:] != memory[:-1]) | (address[1:] != address[:-1] + sizes[:-1])
+    first = np.flatnonzero(np.concatenate([[True], apart]))
+    for begin, end in zip(first.tolist(), [*first[1:].tolist(), len(hosts)], strict=True):
+        start, stop = int(ends[begin] - sizes[begin]), int(ends[end - 1])
+        target[start:stop].copy_(hosts[begin].as_strided((stop - start,), (1,)), non_blocking=True)
 
 
 def _runs(frames: np.ndarray) -> list[tuple[int, int]]:

@@ -92,7 +92,7 @@ def test_case_72_hundreds_of_moves_under_late_forwards_leave_every_byte_right():
 
 
 def test_a_boundary_does_not_wait_for_the_device():
-    runtime, host = make_runtime(3200, plan_period_steps=2)
+    runtime, host = make_runtime(2700, plan_period_steps=2)
     reader = LateReader(host, runtime.tables)
     runtime.boundary()
     torch.cuda.set_sync_debug_mode("error")

@@ -6,7 +6,15 @@ from pagedweight.runtime.frames import KV_OWNER, Arena, OutOfFrames, OwnerKind
 from pagedweight.runtime.pager import Pager
 from pagedweight.runtime.table import PageState, PageTable
 from pagedweight.runtime.table_view import Transition
-from tests.runtime.support import FRAME_BYTES, CrankedEngine, TransferFault, assert_published, host_has, tiny_model
+from tests.runtime.support import (
+    FRAME_BYTES,
+    CrankedEngine,
+    TransferFault,
+    assert_published,
+    everything_at,
+    host_has,
+    tiny_model,
+)
 
 
 class Bench:
@@ -37,6 +45,8 @@ class Bench:
     def settle(self) -> None:
         self.pager.settle()
         self.check()
+        owned = self.arena.bytes_by_owner()
+        assert {name: owned[name] for name in ("plane", "table")} == everything_at(self.table)
 
     def check(self) -> None:
         self.arena.check()

@@ -75,22 +75,30 @@ def test_a_table_larger_than_its_frames_and_a_page_stored_twice_are_refused():
 
 @pytest.mark.gpu
 def test_case_75_page_locked_memory_is_no_more_than_the_pages_need():
-    host = HostPages(sizes(), pinned_bytes=None)
-    for row, plane in np.ndindex(4, 4):
-        host.store(row, plane, torch.zeros(int(host.sizes.plane_frames[row]) * 128, dtype=torch.uint8))
+    """Pages of 2^n + 1 frames, which an allocator that rounds up would almost double."""
+    frames_per_plane = np.array([17, 9, 17, 9])
+    layout = Layout((MoeLayer(0, 200, 8, 4),), (2, 4), {2: "lut16", 4: "lut16"})
+    host = HostPages(PageSizes.of(layout, np.tile(frames_per_plane, 100), 4096), pinned_bytes=None)
+    for row, plane in np.ndindex(layout.rows, 4):
+        host.store(row, plane, torch.zeros(int(frames_per_plane[row % 4]) * 4096, dtype=torch.uint8))
     assert host.page(3, 3).is_pinned()
     assert host.pinned_bytes <= 1.1 * host.bytes
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] <= 1.1 * host.bytes
     host.close()
 
 
 @pytest.mark.gpu
 def test_pages_beyond_the_page_locked_budget_are_pageable_with_one_warning():
-    host = HostPages(sizes(), pinned_bytes=int(sizes().table_frames.sum()) * 128 + 1024)
+    frames_per_plane = np.array([64, 64, 64, 64])
+    host = HostPages(PageSizes.of(LAYOUT, frames_per_plane, 4096), pinned_bytes=2**20)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for row, plane in np.ndindex(4, 4):
-            host.store(row, plane, torch.zeros(int(host.sizes.plane_frames[row]) * 128, dtype=torch.uint8))
+            host.store(row, plane, torch.zeros(64 * 4096, dtype=torch.uint8))
+        host.store_table(0, 2, torch.zeros(8, 4, dtype=torch.float16))
     assert ["host_pinned_bytes" in str(w.message) for w in caught] == [True]
     assert host.page(0, 0).is_pinned()
     assert not host.page(3, 3).is_pinned()
+    assert host.table(0, 2).is_pinned()
+    assert host.pinned_bytes <= 2**20
     host.close()

@@ -90,9 +90,11 @@ def test_case_70_a_page_leaves_before_its_frames_are_used_again():
     page = random_page(16, pinned=True)
     frames = arena.allocate(16, KV_OWNER)
     engine.copy_in([FrameCopy(frames, page)]).wait()
+    room = torch.zeros(16 * FRAME_BYTES, dtype=torch.uint8).pin_memory()
+    engine.copy_out([FrameCopy(frames, room)]).wait()  # loads its kernels, which would wait for the stream
+    room.zero_()
     with torch.cuda.stream(engine._copy_stream):
         torch.cuda._sleep(100_000_000)
-    room = torch.zeros(16 * FRAME_BYTES, dtype=torch.uint8).pin_memory()
     ticket = engine.copy_out([FrameCopy(frames, room)])
     assert not ticket.done()
     ticket.wait()  # what the pager does before the frames go to someone else
