@@ -110,22 +110,23 @@ def routing_reference(
     A pair is counted when its id is in [0, E), its token's slot in [0, R_s) and its weight finite; a norm that is not
     finite adds nothing to the features, so one bad token cannot spoil them for good.
     """
-    slots, _, experts = stats.mass.shape
+    slots, layers, experts = stats.mass.shape
     weights = expert_weights.float()
     slot = token_slot[:, None].expand_as(expert_ids)
     counted = (expert_ids >= 0) & (expert_ids < experts) & (slot >= 0) & (slot < slots) & weights.isfinite()
-    where = (slot[counted].long(), torch.full_like(slot[counted], layer_index).long(), expert_ids[counted].long())
-    weight = weights[counted]
-    stats.mass.index_put_(where, weight, accumulate=True)
-    stats.counts.index_put_(where, torch.ones_like(weight, dtype=stats.counts.dtype), accumulate=True)
-    for projection, norms in ((0, gate_up_norms[:, None].expand_as(expert_ids)), (1, down_norms)):
-        norm = norms[counted].float()
-        norm = torch.where(norm.square().isfinite(), norm, 0.0)
-        for kind, added in enumerate((weight * norm, weight * norm.square())):
-            stats.features[..., projection, kind].index_put_(where, added, accumulate=True)
-        largest = stats.features[:, layer_index, :, projection, 2]
-        index = where[0] * experts + where[2]
-        largest.copy_(largest.reshape(-1).scatter_reduce(0, index, norm, "amax").view_as(largest))
+    # What is not counted adds zeros to some entry.
+    entry = (slot.long() * layers + layer_index) * experts + expert_ids.long()
+    entry = torch.where(counted, entry, 0).flatten()
+    weight = torch.where(counted, weights, 0.0).flatten()
+    norms = torch.stack([gate_up_norms[:, None].expand_as(down_norms), down_norms], dim=-1).float()
+    norms = torch.where(counted[..., None] & norms.square().isfinite(), norms, 0.0).flatten(0, 1)
+
+    stats.mass.view(-1).index_add_(0, entry, weight)
+    stats.counts.view(-1).index_add_(0, entry, counted.flatten().to(stats.counts.dtype))
+    features = stats.features.view(-1, 2, 3)
+    sums = torch.stack([norms, norms.square()], dim=-1) * weight[:, None, None]
+    features[..., :2].index_add_(0, entry, sums)
+    features[..., 2].scatter_reduce_(0, entry[:, None].expand_as(norms), norms, "amax")
 
 
 def to_stored_order(inputs: torch.Tensor) -> torch.Tensor:
