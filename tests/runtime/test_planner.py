@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagedweight.policy import Policy
 from pagedweight.runtime.kv import KVState, target_bytes
 from pagedweight.runtime.observe import Limits
 from pagedweight.runtime.planner import Plan, Queue, initial_bits, plan_step, release_target_bytes
 from pagedweight.runtime.planner_buckets import expert_buckets, routing_buckets
+from pagedweight.runtime.planner_queue import QueuedPlan, select_best_plan
 from pagedweight.runtime.planner_scores import score_actions
 from tests.runtime.planner_support import (
     Problem,
@@ -147,6 +149,27 @@ def test_a_queued_plan_serves_while_it_is_valid_and_not_after() -> None:
     assert plan.transitions
     assert all(t.from_bits == 3 for t in plan.transitions)
     assert all(p.made_at == 1 for p in queue.plans), "plans from widths that are gone stay in the queue"
+
+
+def test_older_plans_are_priced_as_of_now_and_ties_go_to_the_newest() -> None:
+    problem = parent_problem((4, 4))
+    seen = problem.under_pressure(9000)
+    old, _ = plan_step(problem.table, seen, problem.policy, Queue())
+    new, _ = plan_step(problem.table, seen, problem.policy, Queue(step=1))
+    older, newer = (next(p for p in queue.plans if p.target_bytes == 9000) for queue in (old, new))
+
+    def best(policy: Policy) -> QueuedPlan | None:
+        scores = score_actions(problem.table, seen, policy)
+        return select_best_plan([older, newer], scores, problem.table, seen, policy, 9000, (0, 0))
+
+    assert best(problem.policy) is newer
+    moved = np.flatnonzero(older.reached() != older.start)
+    cheaper, dearer = (problem.policy.s_bar.copy() for _ in range(2))
+    cheaper[moved] *= 0.5
+    dearer[moved] *= 2.0
+    assert best(problem.policy.replaced(s_bar=cheaper)) is older
+    assert best(problem.policy.replaced(s_bar=dearer)) is newer
+    assert best(problem.policy.replaced(s_bar=cheaper, floors=[[6]])) is newer, "its floor is gone: no longer valid"
 
 
 def test_target_is_equation_7_with_forecast_in_flight_and_weight_limit() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pagedweight.runtime.observe import Limits
 from pagedweight.runtime.planner import Queue, plan_raise, plan_step
 from pagedweight.runtime.planner_explain import explain, outlook
-from pagedweight.runtime.planner_scores import parent_damage
+from pagedweight.runtime.planner_scores import parent_damage, score_actions
 from tests.runtime.planner_support import Problem, carried_out, parent_problem, problems
 
 
@@ -43,6 +43,8 @@ def test_the_cheapest_step_is_the_one_a_small_target_takes() -> None:
     (move,) = plan.transitions
     why = explain(problem.table, problem.observation, problem.policy, move.row)
     assert why.price == 0.0
+    scores = score_actions(problem.table, problem.observation, problem.policy)
+    assert why.next_price == (scores.damage[:-1, move.row] / scores.released[:-1, move.row]).min()
     after = carried_out(problem.table, plan)
     lowered = explain(after, problem.observation, problem.policy, move.row)
     assert lowered.damage == plan.damage
