@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pagedweight.runtime.frames import KV_OWNER, Arena
 from pagedweight.runtime.transfer import FrameCopy, ImmediateEngine
-from pagedweight.runtime.transfer_cuda import CudaEngine, _runs
+from pagedweight.runtime.transfer_cuda import CudaEngine, _fill, _runs
 
 FRAME_BYTES = 4096
 
@@ -68,6 +70,15 @@ def test_write_now_is_seen_by_what_comes_next(device):
 )
 def test_runs_are_stretches_of_consecutive_frames(frames, runs):
     assert _runs(np.array(frames)) == runs
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9)), min_size=1, max_size=12))
+def test_pieces_land_one_behind_the_other_whether_or_not_they_are_neighbours(picks):
+    memories = [torch.randint(0, 256, (10 * 64,), dtype=torch.uint8) for _ in range(2)]
+    pieces = [memories[which][at * 64 : (at + 1 + at % 2) * 64] for which, at in picks]
+    target = torch.zeros(sum(map(len, pieces)), dtype=torch.uint8)
+    _fill(target, pieces)
+    assert torch.equal(target, torch.cat(pieces))
 
 
 @pytest.mark.gpu
