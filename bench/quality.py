@@ -18,29 +18,27 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from quality_damage import damage_lines, measure_damage
 from quality_parts import (
     METHODS,
     WIDTHS,
     Setup,
-    Weights,
     bootstrap,
     bootstrap_ratio,
     code_bytes,
     prepare,
     quantized,
-    random_plans,
     true_bytes,
 )
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
-from scipy.stats import spearmanr
 
 from pagedweight.calibration.collect import collect
 from pagedweight.calibration.divergence import Divergence, diverge
-from pagedweight.calibration.sensitivity import FORMS, measure_sensitivity
+from pagedweight.calibration.importance import routing_mass
 from pagedweight.calibration.statistics import Statistics
+from pagedweight.calibration.substitution import substituted
 
 RESULTS = Path(__file__).parent / "results"
-PLAN_MEAN_BITS = 3.5
 Advance = Callable[[], None]
 
 
@@ -51,7 +49,7 @@ class Record:
         self.path = path
         self.content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if self.content.get("settings") != settings:
-            self.content = {"settings": settings, "cells": {}, "plans": {}}
+            self.content = {"settings": settings, "cells": {}, "damage": {}}
 
     def save(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,40 +71,13 @@ def measure_uniform(setup: Setup, statistics: Statistics, record: Record, advanc
     for method in METHODS:
         missing = [bits for bits in WIDTHS if f"{method}/{bits}" not in cells]
         if missing:
-            weights = Weights(setup, quantized(setup, method, statistics))
-            for bits in missing:
-                weights.write([bits] * setup.layout.rows)
-                cells[f"{method}/{bits}"] = measure(setup)
-                record.save()
-                advance()
-            weights.restore()
-
-
-def measure_plans(
-    setup: Setup, statistics: Statistics, record: Record, method: str, count: int, advance: Advance
-) -> None:
-    """KL of random mixed-width plans within 1 % of equal code bytes, beside the damage that each form predicts."""
-    plans = random_plans(setup.layout, count, PLAN_MEAN_BITS, seed=0)
-    measured = record.content["plans"].setdefault(method, {"measured": []})
-    if len(measured["measured"]) >= count:
-        return
-    blocks = quantized(setup, method, statistics)
-    modules = [experts.module for experts in setup.found]
-    rows = np.arange(setup.layout.rows)
-    for form in FORMS:
-        table = measure_sensitivity(setup.layout, modules, statistics, blocks.__getitem__, form=form)
-        s = table.s_bar * table.m_cal[:, None]
-        measured[form] = [float(s[rows, np.searchsorted(WIDTHS, plan)].sum()) for plan in plans]
-    weights = Weights(setup, blocks)
-    for plan in plans[len(measured["measured"]) :]:
-        weights.write(plan.tolist())
-        kl = np.concatenate([diverge(setup.model, reference).kl for reference in setup.references.values()])
-        measured["measured"].append(float(kl.mean()))
-        if len(measured["measured"]) % 10 == 0:
-            record.save()
-        advance()
-    weights.restore()
-    record.save()
+            blocks = quantized(setup, method, statistics)
+            with substituted(setup.found, setup.layout, blocks.__getitem__) as weights:
+                for bits in missing:
+                    weights.write(np.full(setup.layout.rows, bits))
+                    cells[f"{method}/{bits}"] = measure(setup)
+                    record.save()
+                    advance()
 
 
 def run(folder: Path, arguments: argparse.Namespace) -> Record:
@@ -119,36 +90,38 @@ def run(folder: Path, arguments: argparse.Namespace) -> Record:
     record = Record(arguments.out / f"quality-{folder.name}.json", settings)
     record.content["machine"] = machine(arguments.device)
     setup = prepare(
-        folder, arguments.data, arguments.device, arguments.windows, arguments.length, arguments.calibration_windows
+        folder,
+        arguments.data,
+        arguments.device,
+        arguments.windows,
+        arguments.length,
+        arguments.calibration_windows,
+        arguments.rows,
     )
-    plan_setup = setup._replace(references={k: first(r, arguments.plan_windows) for k, r in setup.references.items()})
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), TimeRemainingColumn()) as progress:
         task = progress.add_task(f"{folder.name}: calibrate", total=len(setup.calibration.tokens))
-        statistics = collect(
-            setup.model,
-            setup.found,
-            setup.calibration.batches(arguments.rows, arguments.device),
-            advance=partial(progress.advance, task),
-        )
+        batches = setup.calibration.batches(arguments.rows, arguments.device)
+        statistics = collect(setup.model, setup.found, batches, advance=partial(progress.advance, task))
+        record.content["routing_mass"] = [
+            routing_mass(layer).cpu().numpy().round(5).tolist() for layer in statistics.layers
+        ]
         task = progress.add_task(f"{folder.name}: uniform widths", total=len(METHODS) * len(WIDTHS))
         measure_uniform(setup, statistics, record, partial(progress.advance, task))
-        for method in arguments.plan_methods if arguments.plans else ():
-            task = progress.add_task(f"{folder.name}: plans, {method}", total=arguments.plans)
-            advance = partial(progress.advance, task)
-            measure_plans(plan_setup, statistics, record, method, arguments.plans, advance)
+        for method in arguments.damage if arguments.plans else ():
+            if method not in record.content["damage"]:
+                total = arguments.plans + setup.layout.rows
+                task = progress.add_task(f"{folder.name}: damage, {method}", total=total)
+                blocks = quantized(setup, method, statistics)
+                record.content["damage"][method] = measure_damage(
+                    setup, statistics, blocks, arguments.plan_windows, arguments.plans, partial(progress.advance, task)
+                )
+                record.save()
     record.content["bytes"] = {
         str(b): [count(setup.layout, np.full(setup.layout.rows, b)) for count in (code_bytes, true_bytes)]
         for b in WIDTHS
     }
     record.save()
     return record
-
-
-def first(reference, windows: int):
-    cut = reference.windows
-    return reference._replace(
-        windows=cut._replace(tokens=cut.tokens[:windows], mask=cut.mask[:windows]), hidden=reference.hidden[:windows]
-    )
 
 
 def machine(device: str) -> str:
@@ -177,11 +150,8 @@ def table(record: Record) -> str:
                 low, high = bootstrap_ratio(above, below)
                 ratio = f"{above.mean() / below.mean():.2f} ({low:.2f} to {high:.2f})"
                 lines += [f"| {bits} | {method} | " + " | ".join(figures(cell, texts)) + f" | {ratio} |"]
-    for method, plans in content["plans"].items():
-        measured = plans["measured"]
-        ranks = ", ".join(f"{spearmanr(plans[f][: len(measured)], measured)[0]:.3f} {f}" for f in FORMS if f in plans)
-        lines += ["", f"Rank correlation of predicted and measured damage, {len(measured)} random plans at equal code"]
-        lines += [f"bytes ({PLAN_MEAN_BITS} bits), {method}: {ranks}."]
+    if content["damage"]:
+        lines += damage_lines(content["damage"])
     return "\n".join(lines) + "\n"
 
 
@@ -207,10 +177,10 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=64, help="held-out windows per text")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--calibration-windows", type=int, default=128)
-    parser.add_argument("--rows", type=int, default=8, help="windows per calibration batch")
+    parser.add_argument("--rows", type=int, default=8, help="windows per forward")
     parser.add_argument("--plans", type=int, default=200, help="random mixed-width plans; 0 leaves them out")
     parser.add_argument("--plan-windows", type=int, default=8, help="windows per text that plans are measured on")
-    parser.add_argument("--plan-methods", nargs="*", default=["fast"], choices=list(METHODS))
+    parser.add_argument("--damage", nargs="*", default=["fast", "best"], choices=list(METHODS), metavar="METHOD")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     records = [run(folder, arguments) for folder in arguments.models]

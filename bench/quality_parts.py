@@ -1,4 +1,4 @@
-"""What bench/quality.py puts together: texts, quantized linear-blocks by method, and weights written into the model."""
+"""What bench/quality.py puts together: texts, linear-blocks quantized by method, plans, bytes and intervals."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pagedweight.bitplane import dequantize, plane_words
+from pagedweight.bitplane import plane_words
 from pagedweight.calibration.divergence import Reference, take_reference
-from pagedweight.calibration.importance import layer_importance
+from pagedweight.calibration.importance import Importance, layer_importance
 from pagedweight.calibration.statistics import Statistics
 from pagedweight.calibration.text import Windows, read_documents, token_windows
 from pagedweight.discovery import ExpertsModule, find_experts
-from pagedweight.layout import BlockId, Layout, PackedBlock, Projection
+from pagedweight.layout import BlockId, Layout, PackedBlock
 from pagedweight.quant.model import quantize_stack
+from pagedweight.quant.refine import refine_stack
 
 WIDTHS = (2, 3, 4, 5, 6)
-# name: (level of the quantizer, whether it is told the calibrated importance)
-METHODS = {"fast, importance 1": ("fast", False), "fast": ("fast", True)}
+IMPORTANCE_1 = "fast, importance 1"
+# Sweeps of joint coordinate descent after the k-means; None leaves its tables as they are.
+METHODS = {IMPORTANCE_1: None, "fast": None, "balanced": 0, "best": 2}
 TEXTS = {"WikiText-2": "wikitext2/test.raw.txt", "C4": "c4/validation_2k.jsonl"}
 CALIBRATION_TEXT = "calibration/c4_train_sample.txt"
 
@@ -37,9 +39,13 @@ class Setup(NamedTuple):
     references: Mapping[str, Reference]
 
 
-def prepare(folder: Path, data: Path, device: str, windows: int, length: int, calibration_windows: int) -> Setup:
+def prepare(
+    folder: Path, data: Path, device: str, windows: int, length: int, calibration_windows: int, rows: int
+) -> Setup:
+    """rows: windows per forward. Experts run as the plain loop, the one implementation that takes every size."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    model.set_experts_implementation("eager")
     found = find_experts(model)
 
     def cut(path: str, count: int) -> Windows:
@@ -50,49 +56,28 @@ def prepare(folder: Path, data: Path, device: str, windows: int, length: int, ca
         documents = [document[: 8 * count * length] for document in read_documents(data / path)]
         return token_windows(documents, encode, length=length, count=count, end_token=tokenizer.eos_token_id)
 
-    references = {name: take_reference(model, cut(path, windows)) for name, path in TEXTS.items()}
+    references = {name: take_reference(model, cut(path, windows), rows=rows) for name, path in TEXTS.items()}
     layout = Layout(tuple(experts.shape for experts in found), WIDTHS, dict.fromkeys(WIDTHS, "lut16"))
     return Setup(model, found, layout, cut(CALIBRATION_TEXT, calibration_windows), references)
 
 
 def quantized(setup: Setup, method: str, statistics: Statistics) -> dict[BlockId, PackedBlock]:
-    """Every linear-block as a method makes it, on the host."""
-    _, calibrated = METHODS[method]
-    blocks = {}
-    for layer_index, experts in enumerate(setup.found):
-        module, shape = experts.module, experts.shape
-        importances = layer_importance(statistics, layer_index)
-        for projection in Projection:
-            weight = (module.gate_up_proj, module.down_proj)[projection].detach()
-            stakes = importances[projection].weights() if calibrated else None
-            for expert, packed in enumerate(quantize_stack(weight, WIDTHS, importance=stakes)):
-                blocks[BlockId(shape.layer, expert, projection)] = packed
-    return blocks
+    """Every linear-block as a method makes it, on the model's device."""
+    return {
+        BlockId(experts.shape.layer, expert, importance.projection): packed
+        for layer_index, experts in enumerate(setup.found)
+        for importance in layer_importance(statistics, layer_index)
+        for expert, packed in enumerate(quantized_stack(experts, importance, method))
+    }
 
 
-class Weights:
-    """A model's expert weights, replaced by dequantized ones at will and put back."""
-
-    def __init__(self, setup: Setup, blocks: Mapping[BlockId, PackedBlock]) -> None:
-        self._order = list(setup.layout.blocks())
-        modules = {experts.shape.layer: experts.module for experts in setup.found}
-        self._targets = [
-            (modules[b.layer].gate_up_proj, modules[b.layer].down_proj)[b.projection].data[b.expert]
-            for b in self._order
-        ]
-        self._originals = [target.clone() for target in self._targets]
-        self._by_width = {
-            bits: [dequantize(blocks[b], bits).to(t) for b, t in zip(self._order, self._targets, strict=True)]
-            for bits in WIDTHS
-        }
-
-    def write(self, bits: Sequence[int]) -> None:
-        """bits: a width for every row; 0 for the original weight."""
-        for row, (target, width) in enumerate(zip(self._targets, bits, strict=True)):
-            target.copy_(self._by_width[width][row] if width else self._originals[row])
-
-    def restore(self) -> None:
-        self.write([0] * len(self._targets))
+def quantized_stack(experts: ExpertsModule, importance: Importance, method: str) -> list[PackedBlock]:
+    weight = (experts.module.gate_up_proj, experts.module.down_proj)[importance.projection].detach()
+    packed = quantize_stack(weight, WIDTHS, importance=None if method == IMPORTANCE_1 else importance.weights())
+    if METHODS[method] is None:
+        return packed
+    moment = torch.stack([importance.second_moment(expert) for expert in range(len(weight))])
+    return refine_stack(weight, packed, moment, sweeps=METHODS[method])
 
 
 def code_bytes(layout: Layout, bits: np.ndarray) -> int:
@@ -107,19 +92,8 @@ def true_bytes(layout: Layout, bits: np.ndarray) -> int:
     return code_bytes(layout, bits) + int(tables.sum())
 
 
-def random_plans(layout: Layout, count: int, mean_bits: float, seed: int) -> list[np.ndarray]:
-    """Plans of independent uniform widths, then moved row by row to within 1 % of equal code bytes."""
-    rng = np.random.default_rng(seed)
-    target = code_bytes(layout, np.ones(layout.rows, dtype=np.int64)) * mean_bits
-    return [_balanced(layout, rng.choice(WIDTHS, layout.rows), target, rng) for _ in range(count)]
-
-
-def _balanced(layout: Layout, bits: np.ndarray, target: float, rng: np.random.Generator) -> np.ndarray:
-    while abs(code_bytes(layout, bits) / target - 1) > 0.01:
-        step = 1 if code_bytes(layout, bits) < target else -1
-        movable = np.flatnonzero((bits + step >= WIDTHS[0]) & (bits + step <= WIDTHS[-1]))
-        bits[rng.choice(movable)] += step
-    return bits
+def first_windows(reference: Reference, count: int) -> Reference:
+    return reference._replace(windows=reference.windows.first(count), hidden=reference.hidden[:count])
 
 
 def bootstrap(values: np.ndarray, seed: int = 0, rounds: int = 2000) -> tuple[float, float]:

@@ -134,7 +134,7 @@ def search_policy(
             advance()
         winner = min(range(len(scored)), key=lambda i: scored[i][0])
         keep = scored[winner][0] < best - LEAST_GAIN
-        record += [Trial(s, kl, score, keep and i == winner) for i, (score, kl, s) in enumerate(scored)]
+        record += [Trial(s, kl, mean, keep and i == winner) for i, (mean, kl, s) in enumerate(scored)]
         if keep:
             best, policy = scored[winner][0], _with(policy, scored[winner][2])
     return policy, record
