@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -52,6 +53,32 @@ class Importance(NamedTuple):
         mixed = share * (root * scale)[:, None] * moment * (root * scale)
         mixed.diagonal().copy_(diagonal)
         return mixed
+
+
+class BlockImportance(Mapping[BlockId, Tensor]):
+    """h_ij of every linear-block, fp32 (N, K), in nats per token: what pagedweight.quantize takes as importance.
+
+    Made when asked for, since all of them together are as large as the model in fp32.
+    """
+
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+        self._index = {layer.shape.layer: index for index, layer in enumerate(statistics.layers)}
+
+    def __getitem__(self, block: BlockId) -> Tensor:
+        index = self._index[block.layer]
+        importance = layer_importance(self._statistics, index)[block.projection]
+        seen = routing_mass(self._statistics.layers[index])[block.expert]
+        scale = (importance.stake[block.expert] * seen).float()
+        return torch.outer(scale * importance.rows[block.expert], importance.columns[block.expert])
+
+    def __iter__(self) -> Iterator[BlockId]:
+        for layer in self._statistics.layers:
+            for expert in range(layer.shape.experts):
+                yield from (BlockId(layer.shape.layer, expert, projection) for projection in Projection)
+
+    def __len__(self) -> int:
+        return 2 * sum(layer.shape.experts for layer in self._statistics.layers)
 
 
 def routing_mass(layer: LayerSums) -> Tensor:

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedweight.calibration.importance import layer_importance, routing_mass
+import pagedweight
+from pagedweight.calibration.importance import BlockImportance, cold_blocks, layer_importance, routing_mass
 from pagedweight.calibration.sensitivity import Sensitivity, measure_sensitivity
 from pagedweight.calibration.statistics import Statistics
 from pagedweight.layout import BlockId, MoeLayer, Projection
@@ -24,6 +25,8 @@ from tests.calibration.support import (
     statistics_of,
 )
 from tests.hf_models import mixtral_m8
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*experts saw too few:UserWarning")
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +128,32 @@ def test_case_24_one_unseen_expert_leaves_the_others_alone() -> None:
     assert not torch.allclose(own, shared)
     pooled = statistics.layers[1].blocks[0].columns.sum(0)
     torch.testing.assert_close(shared, (pooled / pooled.sum()).float())
+
+
+def test_case_16_quantizing_twice_gives_the_same_files(tmp_path) -> None:
+    """Experts that no token reaches are quantized too, and named; nothing depends on the run."""
+    model = mixtral_m8()
+    route(model, among([0, 1, 2, 3, 4], 2))
+    for name in ("a", "b"):
+        statistics = statistics_of(model, batch(1, 64))
+        pagedweight.quantize(model, tmp_path / name, widths=WIDTHS, importance=BlockImportance(statistics))
+    assert {block.expert for block, count in cold_blocks(statistics).items() if count == 0} == {5, 6, 7}
+    files = sorted(path.name for path in (tmp_path / "a" / "pagedweight").iterdir())
+    assert len(files) >= 3
+    for name in files:
+        pages = [(tmp_path / run / "pagedweight" / name).read_bytes() for run in ("a", "b")]
+        assert pages[0] == pages[1], name
+
+
+def test_importance_by_block_gives_equation_2(model, packed) -> None:
+    statistics = statistics_of(model, batch(2, 16))
+    table = measured(model, packed, statistics, "diagonal")
+    importance = BlockImportance(statistics)
+    assert len(importance) == len(list(importance)) == 32
+    for block in (BlockId(0, 2, Projection.DOWN), BlockId(1, 7, Projection.GATE_UP)):
+        row = layout_of(model).row(block)
+        expected = (importance[block].double() * error_of(model, block, packed[block], 3).double() ** 2).sum().item()
+        assert table.s_bar[row, 1] * table.m_cal[row] == pytest.approx(expected, rel=1e-4)
 
 
 def test_methods_agree_on_what_matters() -> None:
