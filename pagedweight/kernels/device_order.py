@@ -75,7 +75,9 @@ def stored_columns(columns: int) -> np.ndarray:
     words = row_words(columns)
     word, bit = np.divmod(np.arange(32 * words), 32)
     block, word = np.divmod(word, BLOCK_WORDS)
-    block_words = np.where(block < columns // BLOCK_COLUMNS, BLOCK_WORDS, words % BLOCK_WORDS)
+    full_blocks = columns // BLOCK_COLUMNS
+    # Not words % 16: a tail of 449 to 511 columns takes 16 words too.
+    block_words = np.where(block < full_blocks, BLOCK_WORDS, words - BLOCK_WORDS * full_blocks)
     nibble = bit >> 2
     q = ((bit & 3) << 2) | (((nibble >> 2) & 1) << 1) | (nibble & 1)
     j = ((word & 1) << 4) | q

@@ -41,7 +41,7 @@ def _decode_kernel(
     tl.store(at, weights, mask=(rows < n)[:, None] & (position < stride)[None, :])
 
 
-@pytest.mark.parametrize("columns", [1, 44, 64, 130, 512, 700, 1100])
+@pytest.mark.parametrize("columns", [1, 44, 64, 130, 500, 512, 700, 1100])
 def test_stored_positions_match_the_device_order(columns):
     stored = torch.from_numpy(stored_columns(columns).copy())
     column = torch.empty(len(stored), dtype=torch.int32, device=DEVICE)
@@ -60,6 +60,7 @@ def test_stored_positions_match_the_device_order(columns):
         (40, 44, 2),  # K not a multiple of 32
         (50, 700, 8),  # a full column block and a tail that ends inside a step
         (16, 1024, 16),  # no tail
+        (20, 970, 16),  # a tail as wide as a full block
     ],
 )
 def test_decoded_weights_are_the_tables_entries(rows, columns, words):
