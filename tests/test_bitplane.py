@@ -11,6 +11,11 @@ from pagedweight.bitplane import codebook_of, dequantize, pack_codes, table_valu
 from pagedweight.layout import PackedBlock
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 @st.composite
 def parent_codes(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
     """Codes (N, K) and their width P; K crosses one and two words."""

@@ -11,6 +11,12 @@ from pagedweight.bitplane import codebook_of, dequantize, table_values
 from pagedweight.quant.codebooks import check_codebook, fit_table
 from pagedweight.quant.model import quantize_block, sensitivity
 
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 SERVED = [(codebook, bits) for codebook, widths in
           {"lut16": range(2, 9), "lut8": range(2, 5), "cubic": range(3, 9), "affine": range(2, 9)}.items()
           for bits in widths]  # fmt: skip

@@ -13,6 +13,11 @@ from pagedweight.quant.kmeans import cluster_rows, seed_bounds, split_bounds
 from pagedweight.quant.sorted_rows import codes_of, interval_means, sort_rows
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 def lut16(parent_width: int) -> dict[int, str]:
     return {parent_width: "lut16"}
 

@@ -11,6 +11,12 @@ from pagedweight.bitplane import dequantize, unpack_codes
 from pagedweight.layout import PackedBlock
 from pagedweight.quant.model import quantize_block, quantize_stack, sensitivity
 
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 WIDTHS = (2, 3, 4, 5, 6)
 
 

@@ -15,6 +15,12 @@ from pagedweight.bitplane import codebook_of, dequantize
 from pagedweight.quant.model import quantize_stack, sensitivity
 from pagedweight.quant.refine import quadratic_loss, refine_stack
 
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 WIDTHS = (2, 3, 4, 5, 6)
 TRAINED = Path(__file__).parents[3] / "shared" / "models" / "tiny-qwen2-moe"
 
@@ -72,7 +78,8 @@ def test_moved_codes_beat_refitted_tables_which_beat_kmeans() -> None:
     )
     fast, balanced, even, best = (losses(weight, packed, moment) for packed in (fast, balanced, even, best))
     assert (balanced < 0.97 * fast).all(), balanced / fast
-    assert (even < 0.98 * balanced).all(), even / balanced
+    assert (even < 0.995 * balanced).all(), even / balanced
+    assert (even[2:] < 0.95 * balanced[2:]).all(), even / balanced
     assert (best[:3] < 0.7 * fast[:3]).all(), best / fast  # 2, 3 and 4 bits gain what 6 bits gives up
     assert best[4] < 1.2 * fast[4], best / fast
 
@@ -89,8 +96,7 @@ def test_trained_weights_gain_too() -> None:
     fast = quantize_stack(weight, WIDTHS)
     best = refine_stack(weight, fast, moment, sweeps=2)
     ratio = losses(weight, best, moment) / losses(weight, fast, moment)
-    assert (ratio[:3] < 0.75).all(), ratio
-    assert (ratio < 1.1).all(), ratio
+    assert (ratio < torch.tensor((0.9, 0.85, 0.75, 0.65, 0.6))).all(), ratio
 
 
 def test_every_codebook_can_be_refined() -> None:
