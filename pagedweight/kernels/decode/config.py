@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pagedweight.layout import CODEBOOKS
 
 MAX_TOKENS = 64
-INT8_CODEBOOKS = {"affine", "lut8"}
-GENERIC_SHARED_BYTES = 99 * 1024  # what every GPU since Ampere grants one program
+INT8_CODEBOOKS = frozenset({"affine", "lut8"})
+BLOCK_COLUMNS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,8 @@ class DecodeConfig:
     """Both launches. tokens: most tokens of one expert that a program decodes weights for at once.
 
     int8: products on int8 tensor cores, for widths whose codebook is lut8 or affine. early_launch: each launch starts
-    while the one before it ends.
+    while the one before it ends (programmatic dependent launch). prepared: a launch before the products groups pairs
+    and makes digits even for one token, which otherwise makes its own.
     """
 
     gate_up: ProductConfig
@@ -41,17 +43,134 @@ class DecodeConfig:
     tokens: int = 8
     int8: bool = False
     early_launch: bool = False
+    prepared: bool = False
 
 
-def illegal(product: ProductConfig, columns: int, planes: int, operand_rows: int, shared_bytes: int) -> str | None:
-    """Why a product cannot run, in words, or None. columns: operand columns of a chunk; planes: the
-    widest width in the launch."""
-    for name in ("rows", "chunks", "splits", "warps", "stages"):
-        value = getattr(product, name)
-        if value < 1 or (value & (value - 1) and name not in ("splits", "stages")):
-            return f"{name} is {value}"
-    if operand_rows < 16 or operand_rows < 16 * product.warps:
-        return f"{operand_rows} operand rows do not fill {product.warps} warps of 16"
+class Workload(NamedTuple):
+    """What a launch is chosen for."""
+
+    tokens: int
+    choices: int
+    experts: int
+    hidden: int
+    intermediate: int
+    widths: tuple[int, ...]
+    codebooks: tuple[str, ...]
+
+    @property
+    def pairs_per_expert(self) -> float:
+        return self.tokens * self.choices / self.experts
+
+    @property
+    def int8(self) -> bool:
+        return set(self.codebooks) <= INT8_CODEBOOKS
+
+    @property
+    def large(self) -> bool:
+        """Whether one expert's rows fill a GPU by themselves."""
+        return self.hidden * self.intermediate >= 1 << 24
+
+
+class Hardware(NamedTuple):
+    """What a GPU grants: shared memory of one program, programmatic dependent launch."""
+
+    shared_bytes: int
+    early_launch: bool
+
+
+GENERIC = Hardware(99 * 1024, False)  # what every GPU since Ampere grants
+
+
+class Row(NamedTuple):
+    """One row of a launch table: its settings serve workloads within all of its bounds."""
+
+    config: DecodeConfig
+    int8: bool = False
+    most_tokens: int = MAX_TOKENS
+    least_pairs_per_expert: float = 0.0
+    large: bool | None = None
+    least_widest: int = 0
+
+    def serves(self, work: Workload) -> bool:
+        return (
+            (work.int8 or not self.int8)
+            and work.tokens <= self.most_tokens
+            and work.pairs_per_expert >= self.least_pairs_per_expert
+            and self.large in (None, work.large)
+            and work.widths[-1] >= self.least_widest
+        )
+
+
+_TWO_WARPS = ProductConfig(rows=16, warps=2)
+_WHOLE_ROWS = ProductConfig(rows=64, splits=4)  # up to four steps: each program takes one, and loads it in one go
+
+# The first row that serves is used. Measured on an H200, 2026-11: bench/results/h200_decode.json.
+H200_ROWS = (
+    # 64.6 against 79.1 us with 16-bit products and 83.3 with digits made in place, Mixtral, 4 bits.
+    Row(
+        DecodeConfig(_TWO_WARPS, ProductConfig(rows=64, splits=2), tokens=1, int8=True, prepared=True),
+        int8=True, most_tokens=1, large=True,
+    ),
+    # 15.4 against 16.7 us, Qwen, 6 bits; at 3 and 4 bits the other way round by 0.2 to 0.5.
+    Row(DecodeConfig(_TWO_WARPS, _WHOLE_ROWS, tokens=1, int8=True), int8=True, most_tokens=1, least_widest=5),
+    Row(DecodeConfig(ProductConfig(rows=8, chunks=2, warps=2), _WHOLE_ROWS, tokens=1), most_tokens=1),
+    # Decoding an expert once for eight tokens: 125 against 140 us, Qwen, 64 tokens, 6 bits; 162 against 183, Mixtral,
+    # 16 tokens, 3 bits. With 1.1 pairs an expert it loses: 99.9 against 74.0 us, Qwen, 16 tokens, 4 bits.
+    Row(DecodeConfig(ProductConfig(), ProductConfig(rows=64), tokens=8, int8=True), int8=True, least_pairs_per_expert=4),
+    Row(DecodeConfig(ProductConfig(), ProductConfig(rows=64, splits=4), tokens=4, int8=True), int8=True, large=True),
+    # 74.0 against 76.5 us with four warps, Qwen, 16 tokens, 4 bits.
+    Row(DecodeConfig(_TWO_WARPS, ProductConfig(rows=32, warps=2), tokens=4, int8=True), int8=True),
+    Row(DecodeConfig(ProductConfig(), ProductConfig(rows=64), tokens=8), least_pairs_per_expert=2),
+    Row(DecodeConfig(ProductConfig(), ProductConfig(rows=64), tokens=4)),
+)  # fmt: skip
+
+
+def choose(work: Workload, hardware: Hardware = GENERIC) -> DecodeConfig:
+    """The settings for a workload: the table's, made to fit the matrices and the GPU."""
+    row = next(row for row in H200_ROWS if row.serves(work))
+    config = replace(row.config, early_launch=hardware.early_launch)
+    steps = _steps(work.intermediate, config.down.chunks)
+    config = replace(config, down=replace(config.down, splits=min(config.down.splits, steps)))
+    while config.gate_up.stages > 1 and problem(config, work, hardware) is not None:
+        stages = config.gate_up.stages - 1
+        config = replace(
+            config, gate_up=replace(config.gate_up, stages=stages), down=replace(config.down, stages=stages)
+        )
+    return config
+
+
+def problem(config: DecodeConfig, work: Workload, hardware: Hardware) -> str | None:
+    """Why a pair of launches cannot run, in words, or None."""
+    gate_up, down = config.gate_up, config.down
+    if config.tokens not in (1, 2, 4, 8, 16):
+        return f"tokens is {config.tokens}; it must be a power of two up to 16"
+    if config.int8 and not work.int8:
+        return f"int8 products need the codebooks affine and lut8; these are {work.codebooks}"
+    prepared = config.prepared or work.tokens > 1
+    if config.int8 and prepared and (max(gate_up.chunks, down.chunks) > 1 or config.tokens > 8):
+        return "int8 products of prepared digits take whole rows and at most 8 tokens"
+    if not prepared and config.tokens != 1:
+        return f"tokens is {config.tokens}, but one token is not grouped; it must be 1"
+    if gate_up.splits != 1:
+        return f"the gate_up launch has {gate_up.splits} splits; its activation needs whole sums"
+    steps = _steps(work.intermediate, down.chunks)
+    if not 1 <= down.splits <= steps:
+        return f"the down launch has {down.splits} splits of {steps} steps"
+    columns = config.tokens * (2 if config.int8 else 1)
+    for name, product, rows in (("gate_up", gate_up, 2 * gate_up.rows), ("down", down, down.rows)):
+        reason = _product_problem(product, rows * product.chunks, columns, work.widths[-1], hardware.shared_bytes)
+        if reason is not None:
+            return f"the {name} launch cannot run with {product}: {reason}"
+    return None
+
+
+def _product_problem(
+    product: ProductConfig, operand_rows: int, columns: int, planes: int, shared_bytes: int
+) -> str | None:
+    if any(value < 1 or value & (value - 1) for value in (product.rows, product.chunks, product.warps)):
+        return "rows, chunks and warps must be powers of two"
+    if operand_rows != 16 * product.warps:
+        return f"{operand_rows} operand rows are not 16 for each of {product.warps} warps"
     if product.chunks * columns > 16:
         return f"{product.chunks} chunks of {columns} columns are more than 16 operand columns"
     # The pipeline keeps one step fewer in flight than it has stages.
@@ -61,49 +180,8 @@ def illegal(product: ProductConfig, columns: int, planes: int, operand_rows: int
     return None
 
 
-def problem(
-    config: DecodeConfig, widths: tuple[int, ...], codebooks: tuple[str, ...], shared_bytes: int
-) -> str | None:
-    """Why a pair of launches cannot run, in words, or None."""
-    if config.tokens < 1 or config.tokens & (config.tokens - 1):
-        return f"tokens is {config.tokens}; it must be a power of two"
-    if config.int8 and not set(codebooks) <= INT8_CODEBOOKS:
-        return f"int8 products need the codebooks {' and '.join(sorted(INT8_CODEBOOKS))}; these are {codebooks}"
-    columns = config.tokens * (2 if config.int8 else 1)
-    parts = (
-        ("gate_up", config.gate_up, 2 * config.gate_up.rows * config.gate_up.chunks),
-        ("down", config.down, config.down.rows * config.down.chunks),
-    )
-    for name, product, operand_rows in parts:
-        reason = illegal(product, columns, max(widths), operand_rows, shared_bytes)
-        if reason is not None:
-            return f"the {name} launch cannot run with {product}: {reason}"
-    if config.gate_up.splits != 1:
-        return f"the gate_up launch has {config.gate_up.splits} splits; its activation needs whole sums"
-    return None
-
-
-def choose(
-    tokens: int, choices: int, experts: int, widths: tuple[int, ...], codebooks: tuple[str, ...]
-) -> DecodeConfig:
-    """The settings for T tokens of A choices each."""
-    if tokens == 1:
-        config = DecodeConfig(ProductConfig(rows=16, chunks=2), ProductConfig(rows=32, chunks=2), tokens=1)
-    else:
-        config = DecodeConfig(ProductConfig(rows=32), ProductConfig(rows=64), tokens=8)
-    return fitted(config, widths, codebooks, GENERIC_SHARED_BYTES)
-
-
-def fitted(
-    config: DecodeConfig, widths: tuple[int, ...], codebooks: tuple[str, ...], shared_bytes: int
-) -> DecodeConfig:
-    """The same cut with as shallow a pipeline as the shared memory asks for."""
-    while config.gate_up.stages > 1 and problem(config, widths, codebooks, shared_bytes) is not None:
-        stages = config.gate_up.stages - 1
-        config = replace(
-            config, gate_up=replace(config.gate_up, stages=stages), down=replace(config.down, stages=stages)
-        )
-    return config
+def _steps(columns: int, chunks: int) -> int:
+    return -(-columns // (BLOCK_COLUMNS * chunks))
 
 
 def check_codebooks(widths: tuple[int, ...], codebooks: tuple[str, ...]) -> None:

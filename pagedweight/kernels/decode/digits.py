@@ -9,9 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagedweight.kernels.decode import operands, slots, statistics
+from pagedweight.kernels.decode import operands
 
 SEGMENT = tl.constexpr(2048)
+SMALLEST = tl.constexpr(1e-30)  # peak of a row of zeros
 LARGEST = tl.constexpr(32512.0)  # 127 * 256: the high digit stays within int8 after rounding
 
 
@@ -51,8 +52,30 @@ def _store_digits(digits_ptr, position, value, ROW: tl.constexpr):
 
 
 @triton.jit
-def _rounded(x, scale):
-    return tl.floor(x / scale + 0.5).to(tl.int32)
+def rounded(x, largest):
+    """x in units of largest / 32512, int32."""
+    return tl.floor(x * (LARGEST / largest) + 0.5).to(tl.int32)
+
+
+@triton.jit
+def _in_operand_order(digit, CHUNKS: tl.constexpr, ORDER: tl.constexpr):
+    # Both orders move whole bits of the position: column = 16 j + w, with w in the low four.
+    bits = tl.reshape(digit, (CHUNKS, 2, 2, 2, 2, 2, 2, 2, 2, 2))
+    if ORDER == 0:
+        bits = tl.permute(bits, (0, 2, 3, 4, 8, 6, 7, 1, 9, 5))
+    else:
+        bits = tl.permute(bits, (0, 5, 2, 3, 8, 6, 7, 1, 4, 9))
+    # Transposed last: shared memory then holds a column's positions side by side, and they are read by words.
+    return tl.trans(tl.reshape(bits, (CHUNKS, 512)))
+
+
+@triton.jit
+def operand_digits(values, CHUNKS: tl.constexpr, ORDER: tl.constexpr):
+    """int32 (512, CHUNKS) in column order of full 16-word blocks -> high and low int8 (512, CHUNKS) in operand order."""
+    values = tl.trans(values)
+    high = (values + 128) >> 8
+    low = values - 256 * high
+    return _in_operand_order(high.to(tl.int8), CHUNKS, ORDER), _in_operand_order(low.to(tl.int8), CHUNKS, ORDER)
 
 
 @triton.jit
@@ -68,18 +91,18 @@ def quantize_segment(
     for first in range(0, COLUMNS, SEGMENT):
         column = first + tl.arange(0, SEGMENT)
         largest = tl.maximum(largest, tl.abs(tl.load(x_ptr + column, column < COLUMNS, other=0.0).to(tl.float32)))
-    scale = tl.maximum(tl.max(largest, 0), 1e-30) / LARGEST
+    peak = tl.maximum(tl.max(largest, 0), SMALLEST)
     for i in tl.static_range(len(ORDERS)):
         position = segment * SEGMENT + tl.arange(0, SEGMENT)
         column, is_one = ordered_column(position, COLUMNS, ORDERS[i])
         x = tl.load(x_ptr + column, is_one & (position < ROW), other=0.0).to(tl.float32)
-        _store_digits(digits_ptr + (row * len(ORDERS) + i) * (2 * ROW), position, _rounded(x, scale), ROW)
+        _store_digits(digits_ptr + (row * len(ORDERS) + i) * (2 * ROW), position, rounded(x, peak), ROW)
     if segment == 0:
         total = tl.zeros((SEGMENT,), tl.int32)
         for first in range(0, COLUMNS, SEGMENT):
             column = first + tl.arange(0, SEGMENT)
-            total += _rounded(tl.load(x_ptr + column, column < COLUMNS, other=0.0).to(tl.float32), scale)
-        tl.store(scales_ptr + 2 * row, scale)
+            total += rounded(tl.load(x_ptr + column, column < COLUMNS, other=0.0).to(tl.float32), peak)
+        tl.store(scales_ptr + 2 * row, peak / LARGEST)
         tl.store(scales_ptr + 2 * row + 1, tl.sum(total.to(tl.float32), 0))
 
 

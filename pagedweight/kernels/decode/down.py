@@ -60,18 +60,24 @@ def _tile(
         table = tl.load(table_ptr + block_row)
         address_ptr = frame_ptr + block_row.to(tl.int64) * (PLANES * PLANE_FRAMES)
         row = tl.minimum(tile * ROWS + tl.arange(0, ROWS), HIDDEN - 1)
-        SINGLE: tl.constexpr = STEPS == SPLITS and not INT8
+        SINGLE: tl.constexpr = STEPS == SPLITS and not (INT8 and PLANNED)
         index = rows.operand_rows(ROWS * CHUNKS, WARPS, SINGLE)
         operand_row = tl.minimum(tile * ROWS + index // CHUNKS, HIDDEN - 1)
         frames = operands.plane_rows(address_ptr, operand_row, operands.item(WIDTHS, -1), PLANE_FRAMES, FRAME_ROWS)
         sums = tl.zeros((ROWS, TOKENS), tl.float32)
         for i in tl.static_range(len(WIDTHS)):
             if committed == WIDTHS[i]:
-                if INT8:
+                if INT8 and PLANNED:
                     sums = rows8.rows_product(
                         digits_ptr, scales_ptr, pair, own_pair, pairs, frames, table, row, operand_row,
                         split * STEPS // SPLITS, (split + 1) * STEPS // SPLITS, WIDTHS[i], operands.item(CODEBOOKS, i),
-                        ORDERS, INTERMEDIATE, FRAME_ROWS, CHUNKS, TOKENS, STAGES, PDL, PTX,
+                        ORDERS, INTERMEDIATE, FRAME_ROWS, TOKENS, STAGES, PDL, PTX,
+                    )  # fmt: skip
+                elif INT8:
+                    sums = rows8.token_product(
+                        h_ptr + slot * INTERMEDIATE, frames, table, row, operand_row, index % CHUNKS,
+                        split * STEPS // SPLITS, (split + 1) * STEPS // SPLITS, WIDTHS[i], operands.item(CODEBOOKS, i),
+                        INTERMEDIATE, FRAME_ROWS, CHUNKS, STAGES, SINGLE, WARPS, PDL, PTX,
                     )  # fmt: skip
                 else:
                     sums = rows.rows_product(
@@ -89,10 +95,10 @@ def _tile(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens", "first_row", "layer", "layers"])
+@triton.jit(do_not_specialize=["tokens", "first_row", "layer", "layers", "counted_experts"])
 def _down_kernel(
     h_ptr, digits_ptr, scales_ptr, parts_ptr, out_ptr, ids_ptr, weights_ptr, slot_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, features_ptr,
-    arrivals_ptr, tokens, first_row, layer, layers,
+    arrivals_ptr, tokens, first_row, layer, layers, counted_experts,
     HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
     PADDED: tl.constexpr, PLANES: tl.constexpr, PLANE_FRAMES: tl.constexpr, FRAME_ROWS: tl.constexpr,
     WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
@@ -109,7 +115,7 @@ def _down_kernel(
         if PDL:
             tl.extra.cuda.gdc_wait()
         entry, weight, counted, routed = statistics.token_choices(
-            ids_ptr, weights_ptr, slot_ptr, program, layer, layers, EXPERTS, CHOICES, PADDED
+            ids_ptr, weights_ptr, slot_ptr, program, layer, layers, counted_experts, EXPERTS, CHOICES, PADDED
         )
         start = (program * CHOICES + tl.arange(0, PADDED)) * INTERMEDIATE
         norm = statistics.row_norms(h_ptr, start, counted, INTERMEDIATE)

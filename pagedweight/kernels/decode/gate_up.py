@@ -6,16 +6,7 @@ import triton
 import triton.language as tl
 
 from pagedweight.kernels.decode import operands, rows, rows8, slots, statistics
-
-
-@triton.jit
-def activate(gate, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "silu":
-        return gate / (1.0 + tl.exp(-gate))
-    else:
-        # tanh(z) = 1 - 2 / (1 + exp(2 z)), which stays finite for every z.
-        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        return 0.5 * gate * (2.0 - 2.0 / (1.0 + tl.exp(2.0 * z)))
+from pagedweight.kernels.gates import gate_activation
 
 
 @triton.jit
@@ -28,12 +19,12 @@ def _tile_rows(tile, index, INTERMEDIATE: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit
 def _token(
     x_ptr, out_ptr, ids_ptr, weights_ptr, slot_ptr, mass_ptr, counts_ptr, features_ptr, arrivals_ptr,
-    token, layer, layers, experts, HIDDEN: tl.constexpr, CHOICES: tl.constexpr, PADDED: tl.constexpr,
+    token, layer, layers, counted_experts, experts, HIDDEN: tl.constexpr, CHOICES: tl.constexpr, PADDED: tl.constexpr,
     ARRIVALS: tl.constexpr,
 ):  # fmt: skip
     """Counts one token, clears its arrival counters, and writes its output if no expert will."""
     entry, weight, counted, routed = statistics.token_choices(
-        ids_ptr, weights_ptr, slot_ptr, token, layer, layers, experts, CHOICES, PADDED
+        ids_ptr, weights_ptr, slot_ptr, token, layer, layers, counted_experts, experts, CHOICES, PADDED
     )
     tl.atomic_add(mass_ptr + entry, weight, counted, sem="relaxed")
     tl.atomic_add(counts_ptr + entry, 1, counted, sem="relaxed")
@@ -69,18 +60,24 @@ def _tile(
         address_ptr = frame_ptr + block_row.to(tl.int64) * (PLANES * PLANE_FRAMES)
         row = _tile_rows(tile, tl.arange(0, 2 * ROWS), INTERMEDIATE, ROWS)
         STEPS: tl.constexpr = (HIDDEN + 512 * CHUNKS - 1) // (512 * CHUNKS)
-        SINGLE: tl.constexpr = STEPS == 1 and not INT8
+        SINGLE: tl.constexpr = STEPS == 1 and not (INT8 and PLANNED)
         index = rows.operand_rows(2 * ROWS * CHUNKS, WARPS, SINGLE)
         operand_row = _tile_rows(tile, index // CHUNKS, INTERMEDIATE, ROWS)
         frames = operands.plane_rows(address_ptr, operand_row, operands.item(WIDTHS, -1), PLANE_FRAMES, FRAME_ROWS)
         sums = tl.zeros((2 * ROWS, TOKENS), tl.float32)
         for i in tl.static_range(len(WIDTHS)):
             if committed == WIDTHS[i]:
-                if INT8:
+                if INT8 and PLANNED:
                     sums = rows8.rows_product(
                         digits_ptr, scales_ptr, pair // CHOICES, own_pair // CHOICES, pairs, frames, table, row,
                         operand_row, 0, STEPS, WIDTHS[i], operands.item(CODEBOOKS, i), ORDERS, HIDDEN, FRAME_ROWS,
-                        CHUNKS, TOKENS, STAGES, False, PTX,
+                        TOKENS, STAGES, False, PTX,
+                    )  # fmt: skip
+                elif INT8:
+                    sums = rows8.token_product(
+                        x_ptr + (slot // CHOICES) * HIDDEN, frames, table, row, operand_row, index % CHUNKS, 0, STEPS,
+                        WIDTHS[i], operands.item(CODEBOOKS, i), HIDDEN, FRAME_ROWS, CHUNKS, STAGES, SINGLE, WARPS,
+                        False, PTX,
                     )  # fmt: skip
                 else:
                     sums = rows.rows_product(
@@ -91,14 +88,14 @@ def _tile(
         gate, up = tl.split(tl.permute(tl.reshape(sums, (2, ROWS, TOKENS)), (1, 2, 0)))
         h_row = tile * ROWS + tl.arange(0, ROWS)
         used = (token_column < pairs)[None, :] & (h_row < INTERMEDIATE)[:, None]
-        h = activate(gate, ACTIVATION) * up
+        h = gate_activation(gate, ACTIVATION) * up
         tl.store(h_ptr + own_pair[None, :] * INTERMEDIATE + h_row[:, None], h.to(h_ptr.dtype.element_ty), used)
 
 
-@triton.jit(do_not_specialize=["tokens", "first_row", "layer", "layers"])
+@triton.jit(do_not_specialize=["tokens", "first_row", "layer", "layers", "counted_experts"])
 def _gate_up_kernel(
     x_ptr, digits_ptr, scales_ptr, h_ptr, out_ptr, ids_ptr, weights_ptr, slot_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, mass_ptr,
-    counts_ptr, features_ptr, arrivals_ptr, tokens, first_row, layer, layers,
+    counts_ptr, features_ptr, arrivals_ptr, tokens, first_row, layer, layers, counted_experts,
     HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
     PADDED: tl.constexpr, ARRIVALS: tl.constexpr, PLANES: tl.constexpr, PLANE_FRAMES: tl.constexpr,
     FRAME_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr,
@@ -112,14 +109,14 @@ def _gate_up_kernel(
     """
     program = tl.program_id(0)
     if PDL:
-        if PLANNED or INT8:
+        if PLANNED:
             tl.extra.cuda.gdc_wait()
         # After the wait: what the next launch reads before its own wait is then complete, the plan for one.
         tl.extra.cuda.gdc_launch_dependents()
     if program < tokens:
         _token(
             x_ptr, out_ptr, ids_ptr, weights_ptr, slot_ptr, mass_ptr, counts_ptr, features_ptr, arrivals_ptr,
-            program, layer, layers, EXPERTS, HIDDEN, CHOICES, PADDED, ARRIVALS,
+            program, layer, layers, counted_experts, EXPERTS, HIDDEN, CHOICES, PADDED, ARRIVALS,
         )  # fmt: skip
     else:
         TILES: tl.constexpr = (INTERMEDIATE + ROWS - 1) // ROWS

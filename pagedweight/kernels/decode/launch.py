@@ -9,10 +9,12 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 from pagedweight.kernels.decode.config import (
-    GENERIC_SHARED_BYTES,
+    GENERIC,
     MAX_TOKENS,
     DecodeConfig,
+    Hardware,
     ProductConfig,
+    Workload,
     check_codebooks,
     choose,
     problem,
@@ -107,11 +109,12 @@ def decode_launches(
     x = x.contiguous()
     tokens, hidden = x.shape
     choices = expert_ids.shape[1]
-    config = choose(tokens, choices, experts, widths, codebooks) if config is None else config
-    reason = problem(config, widths, codebooks, _shared_bytes(x))
+    work = Workload(tokens, choices, experts, hidden, intermediate, widths, codebooks)
+    config = choose(work, _hardware(x)) if config is None else config
+    reason = problem(config, work, _hardware(x))
     if reason is not None:
         raise ValueError(reason)
-    pairs, planned = tokens * choices, tokens > 1
+    pairs, planned = tokens * choices, tokens > 1 or config.prepared
     slots = min(pairs, experts + pairs // config.tokens)
     down_tiles = triton.cdiv(hidden, config.down.rows)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -119,8 +122,8 @@ def decode_launches(
     integers = {"dtype": torch.int32, "device": x.device}
     # Digit orders of the widths: codes that are looked up, codes that are numbers.
     orders = tuple(sorted({int(codebook == "affine") for codebook in codebooks})) if config.int8 else (0,)
-    x_digits = _Digits(x, orders, config.int8)
-    h_digits = _Digits(h, orders, config.int8)
+    x_digits = _Digits(x, orders, config.int8 and planned)
+    h_digits = _Digits(h, orders, config.int8 and planned)
     common = {
         "ids_ptr": expert_ids.contiguous(),
         "plan_ptr": torch.empty((slots, PLAN_HEADER.value + config.tokens) if planned else (1, 1), **integers),
@@ -129,7 +132,6 @@ def decode_launches(
         "CHOICES": choices,
         "TOKENS": config.tokens,
         "ORDERS": orders,
-        "PLANNED": planned,
         "INT8": config.int8,
         "PDL": config.early_launch,
     }
@@ -146,6 +148,7 @@ def decode_launches(
         "first_row": first_row,
         "layer": layer_index,
         "layers": mass.shape[1],
+        "counted_experts": mass.shape[2],
         "HIDDEN": hidden,
         "INTERMEDIATE": intermediate,
         "PADDED": triton.next_power_of_2(choices),
@@ -153,6 +156,7 @@ def decode_launches(
         "PLANE_FRAMES": frame_address.shape[2],
         "WIDTHS": widths,
         "CODEBOOKS": codebooks,
+        "PLANNED": planned,
         "PTX": _has_ptx(x) if use_ptx is None else use_ptx,
     }
     gate_up = {
@@ -178,12 +182,12 @@ def decode_launches(
         Launch(_gate_up_kernel, (up_programs,), products | gate_up | _settings(config.gate_up)),
         Launch(_down_kernel, (down_programs,), products | down | _settings(config.down)),
     ]
-    if config.int8:
+    if config.int8 and planned:
         quantize = {key: common[key] for key in ("ids_ptr", "EXPERTS", "ORDERS", "PDL")}
         quantize |= {"h_ptr": h, "digits_ptr": h_digits.digits, "scales_ptr": h_digits.scales}
         quantize |= {"COLUMNS": intermediate, "ROW": h_digits.row}
         launches.insert(1, Launch(_quantize_h_kernel, (pairs, h_digits.segments), quantize))
-    if planned or config.int8:
+    if planned:
         prepare = common | {
             "x_ptr": x,
             "digits_ptr": x_digits.digits,
@@ -195,7 +199,7 @@ def decode_launches(
             "BINS": triton.next_power_of_2(experts + 1),
             "ROW": x_digits.row,
         }
-        programs = planned * experts + config.int8 * tokens * x_digits.segments
+        programs = experts + config.int8 * tokens * x_digits.segments
         launches.insert(0, Launch(_prepare_kernel, (programs,), prepare))
     if config.early_launch:
         for launch in launches[1:]:
@@ -235,8 +239,8 @@ def _has_ptx(x: torch.Tensor) -> bool:
     )
 
 
-def _shared_bytes(x: torch.Tensor) -> int:
-    """Shared memory that one program may take."""
-    if not x.is_cuda:
-        return GENERIC_SHARED_BYTES
-    return torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
+def _hardware(x: torch.Tensor) -> Hardware:
+    if not x.is_cuda or torch.version.hip is not None:
+        return GENERIC
+    properties = torch.cuda.get_device_properties(x.device)
+    return Hardware(properties.shared_memory_per_block_optin, properties.major >= 9)

@@ -39,7 +39,7 @@ def item(values, index):
 
 @triton.constexpr_function
 def index_of(values, value):
-    return values.index(value)
+    return next(i for i in range(len(values)) if getattr(values[i], "value", values[i]) == value)
 
 
 @triton.jit

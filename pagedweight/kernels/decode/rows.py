@@ -33,7 +33,7 @@ def operand_rows(COUNT: tl.constexpr, WARPS: tl.constexpr, SINGLE: tl.constexpr)
 
 
 @triton.jit
-def _in_operand_order(weights, WARPS: tl.constexpr):
+def in_operand_order(weights, WARPS: tl.constexpr):
     ROWS: tl.constexpr = 16 * WARPS
     return tl.reshape(tl.permute(tl.reshape(weights, (2, WARPS, 8, 512)), (1, 0, 2, 3)), (ROWS, 512))
 
@@ -101,7 +101,7 @@ def rows_product(
             frames, local, first_step * CHUNKS + chunk, table, table_operands, operand_row,
             BITS, CODEBOOK, COLUMNS, FRAME_ROWS, MASKED, BF16, PTX,
         )  # fmt: skip
-        weights = _in_operand_order(weights, WARPS)
+        weights = in_operand_order(weights, WARPS)
         if WAIT:
             tl.extra.cuda.gdc_wait()
         x = _load_x(x_ptr, x_start, x_used, first_step * CHUNKS + column_chunk, COLUMNS, MASKED)

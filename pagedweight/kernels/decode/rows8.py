@@ -12,6 +12,12 @@ import triton.language as tl
 from pagedweight.kernels.decode import digits, operands, ptx, rows, tables
 
 
+@triton.constexpr_function
+def digit_order(codebook):
+    """The `digits` order of a codebook's operands."""
+    return 1 if codebook == "affine" else 0
+
+
 @triton.jit
 def _side_by_side(tensors, ROWS: tl.constexpr):
     """32 tensors (ROWS, 16) of `ptx.int8_values` -> (ROWS, 512) in the int8 operand order of `digits`."""
@@ -21,27 +27,47 @@ def _side_by_side(tensors, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _accumulate(words, x, table, sums, BITS: tl.constexpr, CODEBOOK: tl.constexpr, ROWS: tl.constexpr):
-    codes = ptx.int8_words(words, BITS, CODEBOOK)
-    if CODEBOOK == "affine":
-        return tl.dot(_side_by_side(ptx.int8_values(codes, (), False), ROWS), x, sums, out_dtype=tl.int32)
+def _operands(
+    frames, local, block, table, table_words, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr, COLUMNS: tl.constexpr,
+    FRAME_ROWS: tl.constexpr, MASKED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """A tuple of one or two (operand rows, 512) int8 whose sum is a column block's bytes."""
+    ROWS: tl.constexpr = row.shape[0]
+    first, width = operands.block_words(block, local, COLUMNS, FRAME_ROWS)
+    if PTX:
+        words = operands.load_words(frames, first, width, block, BITS, MASKED, COLUMNS)
+        codes = ptx.int8_words(words, BITS, CODEBOOK)
+        if CODEBOOK == "affine":
+            return (_side_by_side(ptx.int8_values(codes, (), False), ROWS),)
+        else:
+            low = ptx.int8_values(operands.part(codes, 0, 8), operands.part(table_words, 0, 2), True)
+            if BITS < 4:
+                return (_side_by_side(low, ROWS),)
+            else:
+                # A look-up in the wrong half of the table is 0, so the products add the halves.
+                high = ptx.int8_values(operands.part(codes, 8, 8), operands.part(table_words, 2, 2), True)
+                return (_side_by_side(low, ROWS), _side_by_side(high, ROWS))
     else:
-        low = _side_by_side(ptx.int8_values(operands.part(codes, 0, 8), operands.part(table, 0, 2), True), ROWS)
-        sums = tl.dot(low, x, sums, out_dtype=tl.int32)
-        if BITS == 4:
-            # A look-up in the wrong half of the table is 0, so the product adds the halves.
-            high = _side_by_side(ptx.int8_values(operands.part(codes, 8, 8), operands.part(table, 2, 2), True), ROWS)
-            sums = tl.dot(high, x, sums, out_dtype=tl.int32)
-        return sums
+        return (_portable_bytes(frames, first, width, block, table, row, BITS, CODEBOOK, COLUMNS),)
+
+
+@triton.jit
+def _add_products(weights, x, sums, PTX: tl.constexpr):
+    if PTX:
+        for i in tl.static_range(len(weights)):
+            sums = tl.dot(weights[i], x, sums, out_dtype=tl.int32)
+    else:
+        # A block's sum of products of bytes is exact in fp32.
+        sums += tl.dot(weights[0].to(tl.float32), x.to(tl.float32), input_precision="ieee").to(tl.int32)
+    return sums
 
 
 @triton.jit
 def _portable_bytes(
-    frames, first, width, block, table, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr, COLUMNS: tl.constexpr,
-    ORDER: tl.constexpr,
-):  # fmt: skip
+    frames, first, width, block, table, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr, COLUMNS: tl.constexpr
+):
     """(R, 512) int32 in operand order, one load, shift and mask per plane and weight."""
-    word, bit = digits.operand_bit(tl.arange(0, 512)[None, :], ORDER)
+    word, bit = digits.operand_bit(tl.arange(0, 512)[None, :], digit_order(CODEBOOK))
     held = (word < width[:, None]) & (block < operands.column_blocks(COLUMNS))[:, None]
     codes = tl.zeros((1, 1), tl.int32)
     for plane in tl.static_range(BITS):
@@ -57,52 +83,129 @@ def _portable_bytes(
 def rows_product(
     digits_ptr, scales_ptr, x_row, token_row, pairs, frames, table, row, operand_row, first_step, last_step,
     BITS: tl.constexpr, CODEBOOK: tl.constexpr, ORDERS: tl.constexpr, COLUMNS: tl.constexpr,
-    FRAME_ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, WAIT: tl.constexpr,
-    PTX: tl.constexpr,
+    FRAME_ROWS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, WAIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """y[r, t] as `rows.rows_product` gives it, fp32 (ROWS, TOKENS).
+    """y[r, t] as `rows.rows_product` gives it, fp32 (ROWS, TOKENS), from digits made by an earlier launch.
 
-    x_row: (CHUNKS * TOKENS * 2,) row in digits of operand column n = (chunk * TOKENS + token) * 2 + digit; token_row:
-    (TOKENS,) the same by token. The row's shift is added by the program that has the first columns.
+    x_row: (TOKENS * 2,) row in digits of operand column n = token * 2 + digit; token_row: (TOKENS,) the same by token.
+    The row's shift is added by the program that has the first columns.
     """
     ROWS: tl.constexpr = row.shape[0]
-    OPERAND_ROWS: tl.constexpr = ROWS * CHUNKS
-    N: tl.constexpr = CHUNKS * TOKENS * 2
-    BLOCKS: tl.constexpr = operands.column_blocks(COLUMNS)
-    MASKED: tl.constexpr = (COLUMNS % 512 != 0) or (BLOCKS % CHUNKS != 0)
-    ORDER: tl.constexpr = 1 if CODEBOOK == "affine" else 0
-    chunk = tl.arange(0, OPERAND_ROWS) % CHUNKS
-    n = tl.arange(0, N)
-    order = operands.index_of(ORDERS, ORDER)
-    start = ((x_row * len(ORDERS) + order) * 2 + n % 2) * (512 * BLOCKS)
-    used = (n // 2) % TOKENS < pairs
+    MASKED: tl.constexpr = COLUMNS % 512 != 0
+    # Eight operand columns a product: with sixteen, four warps would get another instruction and reorder the weights.
+    PRODUCTS: tl.constexpr = 2 if TOKENS == 8 else 1
+    N: tl.constexpr = 2 * TOKENS // PRODUCTS
     local = operand_row % FRAME_ROWS
-    words_of_table = ()
+    n = tl.arange(0, 2 * TOKENS)
+    order = operands.index_of(ORDERS, digit_order(CODEBOOK))
+    start = ((x_row * len(ORDERS) + order) * 2 + n % 2) * (512 * operands.column_blocks(COLUMNS))
+    used = n // 2 < pairs
+    if PRODUCTS == 2:
+        start, start_b = tl.split(tl.permute(tl.reshape(start, (2, N)), (1, 0)))
+        used, used_b = tl.split(tl.permute(tl.reshape(used.to(tl.int32), (2, N)), (1, 0)))
+        used, used_b = used > 0, used_b > 0
+        start, start_b = tl.multiple_of(start, 512), tl.multiple_of(start_b, 512)
+    table_words = ()
     if CODEBOOK == "lut8" and PTX:
-        words_of_table = tables.lut8_words(table, operand_row, BITS)
-    sums = tl.zeros((OPERAND_ROWS, N), tl.int32)
+        table_words = tables.lut8_words(table, operand_row, BITS)
+    sums = tl.zeros((ROWS, N), tl.int32)
+    sums_b = tl.zeros((ROWS, N), tl.int32)
     if WAIT:
         tl.extra.cuda.gdc_wait()
     for step in tl.range(first_step, last_step, num_stages=STAGES):
-        block = step * CHUNKS + chunk
-        first, width = operands.block_words(block, local, COLUMNS, FRAME_ROWS)
-        x_block = step * CHUNKS + n // (2 * TOKENS)
-        pointer = digits_ptr + (start + x_block * 512)[None, :] + tl.arange(0, 512)[:, None]
-        x = tl.load(pointer, (used & (x_block < BLOCKS))[None, :], other=0)
-        if PTX:
-            words = operands.load_words(frames, first, width, block, BITS, MASKED, COLUMNS)
-            sums = _accumulate(words, x, words_of_table, sums, BITS, CODEBOOK, OPERAND_ROWS)
-        else:
-            weights = _portable_bytes(
-                frames, first, width, block, table, operand_row, BITS, CODEBOOK, COLUMNS, ORDER
-            )
-            # A block's sum of products of bytes is exact in fp32.
-            sums += tl.dot(weights.to(tl.float32), x.to(tl.float32), input_precision="ieee").to(tl.int32)
-    own = rows.own_chunk(sums.to(tl.float32), ROWS, CHUNKS, 2 * TOKENS)
-    weighted = own * tl.where(tl.arange(0, 2 * TOKENS) % 2 == 0, 256.0, 1.0)[None, :]
-    total = tl.sum(tl.reshape(weighted, (ROWS, TOKENS, 2)), 2)
+        column = step * 512 + tl.arange(0, 512)[:, None]
+        x = tl.load(digits_ptr + start[None, :] + column, used[None, :], other=0)
+        if PRODUCTS == 2:
+            x_b = tl.load(digits_ptr + start_b[None, :] + column, used_b[None, :], other=0)
+        weights = _operands(
+            frames, local, step + tl.zeros_like(local), table, table_words, operand_row,
+            BITS, CODEBOOK, COLUMNS, FRAME_ROWS, MASKED, PTX,
+        )  # fmt: skip
+        sums = _add_products(weights, x, sums, PTX)
+        if PRODUCTS == 2:
+            sums_b = _add_products(weights, x_b, sums_b, PTX)
+    if PRODUCTS == 2:
+        sums = tl.reshape(tl.permute(tl.join(sums, sums_b), (0, 2, 1)), (ROWS, 2 * TOKENS))
+    total = _joined_digits(sums.to(tl.float32), ROWS, TOKENS)
     used_token = tl.arange(0, TOKENS) < pairs
     scale = tl.load(scales_ptr + 2 * token_row, used_token, other=0.0)
     x_sum = tl.where(first_step == 0, tl.load(scales_ptr + 2 * token_row + 1, used_token, other=0.0), 0.0)
     factor, shift = tables.byte_line(table, row, BITS, CODEBOOK)
     return (factor[:, None] * total + shift[:, None] * x_sum[None, :]) * scale[None, :]
+
+
+@triton.jit
+def _joined_digits(sums, ROWS: tl.constexpr, TOKENS: tl.constexpr):
+    """(ROWS, TOKENS * 2) -> (ROWS, TOKENS): 256 high + low."""
+    weighted = sums * tl.where(tl.arange(0, 2 * TOKENS) % 2 == 0, 256.0, 1.0)[None, :]
+    return tl.sum(tl.reshape(weighted, (ROWS, TOKENS, 2)), 2)
+
+
+@triton.jit
+def _token_block(x_ptr, block, COLUMNS: tl.constexpr):
+    """fp32 (512, CHUNKS): the token's columns of the blocks (CHUNKS,)."""
+    column, is_column = operands.block_columns(block, COLUMNS)
+    return tl.load(x_ptr + column, is_column, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def token_product(
+    x_ptr, frames, table, row, operand_row, chunk, first_step, last_step,
+    BITS: tl.constexpr, CODEBOOK: tl.constexpr, COLUMNS: tl.constexpr, FRAME_ROWS: tl.constexpr, CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr, SINGLE: tl.constexpr, WARPS: tl.constexpr, WAIT: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """y[r] for one token at x_ptr, fp32 (ROWS, 1), its digits made here: a launch for one row would take longer.
+
+    Arguments as `rows.rows_product`'s. The digits' scale is the peak of the columns that this program takes.
+    """
+    ROWS: tl.constexpr = row.shape[0]
+    OPERAND_ROWS: tl.constexpr = ROWS * CHUNKS
+    ORDER: tl.constexpr = digit_order(CODEBOOK)
+    MASKED: tl.constexpr = (COLUMNS % 512 != 0) or (operands.column_blocks(COLUMNS) % CHUNKS != 0)
+    local = operand_row % FRAME_ROWS
+    column_chunk = tl.arange(0, CHUNKS)
+    table_words = ()
+    if CODEBOOK == "lut8" and PTX:
+        table_words = tables.lut8_words(table, operand_row, BITS)
+    # A product per digit: side by side in one operand, shared memory would give them out byte by byte.
+    sums_high = tl.zeros((OPERAND_ROWS, CHUNKS), tl.int32)
+    sums_low = tl.zeros((OPERAND_ROWS, CHUNKS), tl.int32)
+    if SINGLE:
+        weights = _operands(
+            frames, local, first_step * CHUNKS + chunk, table, table_words, operand_row,
+            BITS, CODEBOOK, COLUMNS, FRAME_ROWS, MASKED, PTX,
+        )  # fmt: skip
+        if WAIT:
+            tl.extra.cuda.gdc_wait()
+        x = _token_block(x_ptr, first_step * CHUNKS + column_chunk, COLUMNS)
+        peak = tl.maximum(tl.max(tl.abs(x)), digits.SMALLEST)
+        values = digits.rounded(x, peak)
+        ordered = ()
+        for i in tl.static_range(len(weights)):
+            ordered = ordered + (rows.in_operand_order(weights[i], WARPS),)
+        high, low = digits.operand_digits(values, CHUNKS, ORDER)
+        sums_high = _add_products(ordered, high, sums_high, PTX)
+        sums_low = _add_products(ordered, low, sums_low, PTX)
+    else:
+        if WAIT:
+            tl.extra.cuda.gdc_wait()
+        largest = tl.zeros((512, CHUNKS), tl.float32)
+        for step in range(first_step, last_step):
+            largest = tl.maximum(largest, tl.abs(_token_block(x_ptr, step * CHUNKS + column_chunk, COLUMNS)))
+        peak = tl.maximum(tl.max(largest), digits.SMALLEST)
+        values = tl.zeros((512, CHUNKS), tl.int32)
+        for step in tl.range(first_step, last_step, num_stages=STAGES):
+            x = _token_block(x_ptr, step * CHUNKS + column_chunk, COLUMNS)
+            step_values = digits.rounded(x, peak)
+            values += step_values
+            weights = _operands(
+                frames, local, step * CHUNKS + chunk, table, table_words, operand_row,
+                BITS, CODEBOOK, COLUMNS, FRAME_ROWS, MASKED, PTX,
+            )  # fmt: skip
+            high, low = digits.operand_digits(step_values, CHUNKS, ORDER)
+            sums_high = _add_products(weights, high, sums_high, PTX)
+            sums_low = _add_products(weights, low, sums_low, PTX)
+    total = rows.own_chunk(256.0 * sums_high.to(tl.float32) + sums_low.to(tl.float32), ROWS, CHUNKS, 1)
+    factor, shift = tables.byte_line(table, row, BITS, CODEBOOK)
+    x_sum = tl.sum(values.to(tl.float32))
+    return (factor[:, None] * total + shift[:, None] * x_sum) * (peak / digits.LARGEST)

@@ -10,15 +10,19 @@ NORM_COLUMNS = tl.constexpr(1024)
 
 @triton.jit
 def token_choices(
-    ids_ptr, weights_ptr, slot_ptr, token, layer, layers, experts, CHOICES: tl.constexpr, PADDED: tl.constexpr
-):
-    """(entry of RoutingStats, routing weight, counted, number of experts) of a token's choices, (PADDED,) each."""
+    ids_ptr, weights_ptr, slot_ptr, token, layer, layers, counted_experts, experts, CHOICES: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """(entry of RoutingStats, routing weight, counted, number of experts) of a token's choices, (PADDED,) each.
+
+    counted_experts: experts the statistics have room for, at least the layer's.
+    """
     choice = tl.arange(0, PADDED)
     expert = tl.load(ids_ptr + token * CHOICES + choice, choice < CHOICES, other=-1).to(tl.int32)
     weight = tl.load(weights_ptr + token * CHOICES + choice, choice < CHOICES, other=0.0).to(tl.float32)
     routed = (expert >= 0) & (expert < experts)
     slot = tl.load(slot_ptr + token)
-    entry = (slot * layers + layer) * experts + expert
+    entry = (slot * layers + layer) * counted_experts + expert
     return entry, weight, tl.where(routed, slot, -1) >= 0, tl.sum(routed.to(tl.int32))
 
 
