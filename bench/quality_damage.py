@@ -79,16 +79,16 @@ def _total(sensitivity: np.ndarray, plan: np.ndarray) -> float:
 def measure_residual(
     setup: Setup, statistics: Statistics, blocks: Mapping[BlockId, PackedBlock]
 ) -> dict[str, dict[str, list[float]]]:
-    """By projection and transition: held-out R^2 of heads on log and raw norms, and of column energies."""
+    """By projection and transition: held-out R^2 of heads (log, raw and centered log norms) and of column energies."""
     measured = measure_sequences(
         setup.model, setup.found, setup.calibration, statistics, setup.layout, blocks.__getitem__
     )
     log, raw = (fit_residual(measured, setup.layout, feature_transform=kind) for kind in ("log", "raw"))
+    centered = fit_residual(measured, setup.layout, centered=True)
+    tables = (log.head_r2, raw.head_r2, centered.head_r2, log.energy_r2)
     return {
         projection.label: {
-            f"{WIDTHS[high]}->{WIDTHS[low]}": [
-                round(float(r2[projection, high, low]), 3) for r2 in (log.head_r2, raw.head_r2, log.energy_r2)
-            ]
+            f"{WIDTHS[high]}->{WIDTHS[low]}": [round(float(r2[projection, high, low]), 3) for r2 in tables]
             for high in range(1, len(WIDTHS))
             for low in range(high)
         }
@@ -123,8 +123,10 @@ def damage_lines(damage: Mapping[str, dict[str, Any]]) -> list[str]:
     lines += [f"{counts[1]} random plans within 1 % of {PLAN_MEAN_BITS} mean code bits."]
     for method, found in damage.items():
         lines += ["", f"Held-out R^2 of the log residual, {method}:", ""]
-        lines += ["| projection | transition | heads, log norms | heads, raw norms | column energies |"]
-        lines += ["|" + " --- |" * 5]
+        lines += [
+            "| projection | transition | heads, log norms | heads, raw norms | heads, centered log norms | energies |"
+        ]
+        lines += ["|" + " --- |" * 6]
         for projection, transitions in found["residual"].items():
             lines += [f"| {projection} | {t} | " + " | ".join(map(str, r2)) + " |" for t, r2 in transitions.items()]
     return lines

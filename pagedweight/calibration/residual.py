@@ -23,6 +23,7 @@ class Residual(NamedTuple):
     weights: (2, W, W, 3), bias: (2, W, W), confidence: (2, W, W), held-out R^2 of the head, floored at 0.
     head_r2, energy_r2: (2, W, W), held-out R^2 of the heads and of the column energies; NaN where nothing was left.
     rho_min, rho_max: quantiles of the log residuals seen. feature_transform: "log" or "raw".
+    feature_center: (R, 3), each row's average features, which the heads read features from; zero where not centered.
     """
 
     weights: np.ndarray
@@ -33,9 +34,12 @@ class Residual(NamedTuple):
     rho_min: float
     rho_max: float
     feature_transform: str
+    feature_center: np.ndarray
 
     def added_to(self, policy: Policy, alpha: float = 1.0) -> Policy:
-        """The policy with these heads."""
+        """The policy with these heads. ValueError for centered ones: a policy's heads read features as they are."""
+        if self.feature_center.any():
+            raise ValueError("these residual heads read centered features; fit them with centered=False for a policy")
         return policy.replaced(
             head_weights=self.weights,
             head_bias=self.bias,
@@ -57,10 +61,17 @@ class _Samples(NamedTuple):
 
 
 def fit_residual(
-    measured: SequenceDamage, layout: Layout, *, feature_transform: str = "log", seed: int = 0
+    measured: SequenceDamage,
+    layout: Layout,
+    *,
+    feature_transform: str = "log",
+    centered: bool = False,
+    seed: int = 0,
 ) -> Residual:
     """One linear head for each projection and transition; a quarter of the sequences is held out to score it.
 
+    feature_transform: "log" or "raw" norms. centered: read them from each linear-block's own average, which tells a
+    prompt that is unusual for a block from a block whose inputs are always large.
     ValueError with fewer than eight sequences.
     """
     sequences = measured.mass.shape[1]
@@ -72,6 +83,7 @@ def fit_residual(
     chosen = np.random.default_rng(seed).permutation(sequences)[: max(2, round(HELD_OUT_SHARE * sequences))]
     held_out[chosen] = True
     widths = len(layout.widths)
+    features, center = _features(measured, ~held_out, feature_transform, centered)
     weights, bias = np.zeros((2, widths, widths, 3)), np.zeros((2, widths, widths))
     head_r2, energy_r2 = np.full_like(bias, np.nan), np.full_like(bias, np.nan)
     seen = []
@@ -79,7 +91,7 @@ def fit_residual(
         rows = np.arange(layout.rows) % 2 == projection
         for high in range(1, widths):
             for low in range(high):
-                samples = _samples(measured, rows, high, low, held_out, feature_transform)
+                samples = _samples(measured, features, rows, high, low, held_out)
                 if samples is None:
                     continue
                 at = (projection, high, low)
@@ -89,14 +101,28 @@ def fit_residual(
                 seen.append(samples.rho)
     rho_min, rho_max = np.quantile(np.concatenate(seen), CLIP_QUANTILES) if seen else (-1.0, 1.0)
     confidence = np.clip(np.nan_to_num(head_r2), 0.0, 1.0)
-    return Residual(weights, bias, confidence, head_r2, energy_r2, float(rho_min), float(rho_max), feature_transform)
+    return Residual(
+        weights, bias, confidence, head_r2, energy_r2, float(rho_min), float(rho_max), feature_transform, center
+    )
+
+
+def _features(
+    measured: SequenceDamage, training: np.ndarray, feature_transform: str, centered: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the heads read, (R, S, 3), and each row's centre (R, 3) on the training sequences."""
+    features = measured.features
+    if feature_transform == "log":
+        features = np.log(np.maximum(features, 1e-30))
+    seen = (measured.mass > 0) & training
+    center = (features * seen[..., None]).sum(1) / np.maximum(seen.sum(1), 1)[:, None] * centered
+    return features - center[:, None], center
 
 
 def _samples(
-    measured: SequenceDamage, rows: np.ndarray, high: int, low: int, held_out: np.ndarray, feature_transform: str
+    measured: SequenceDamage, features: np.ndarray, rows: np.ndarray, high: int, low: int, held_out: np.ndarray
 ) -> _Samples | None:
     """Log residuals of one transition, per routing mass and against the training sequences' average of each row."""
-    mass, features = measured.mass[rows], measured.features[rows]
+    mass = measured.mass[rows]
     damage = measured.damage[rows][..., low] - measured.damage[rows][..., high]
     energy = measured.energy[rows][..., low] - measured.energy[rows][..., high]
     usable = (measured.tokens[rows] >= FEWEST_TOKENS) & (damage > 0) & (energy > 0)
@@ -105,11 +131,10 @@ def _samples(
     usable &= known
     if not (usable & ~held_out).any() or not (usable & held_out).any():
         return None
-    phi = np.log(np.maximum(features, 1e-30)) if feature_transform == "log" else features
     return _Samples(
         _log_ratio(damage, mass, training)[usable],
         _log_ratio(energy, mass, training)[usable],
-        phi[usable],
+        features[rows][usable],
         np.broadcast_to(held_out, usable.shape)[usable],
     )
 

@@ -90,6 +90,19 @@ def test_log_features_beat_raw_ones_on_a_power_law() -> None:
     assert log > raw > 0.3
 
 
+def test_centered_features_see_past_differences_between_blocks() -> None:
+    """Blocks whose inputs are always large hide the law from heads that all blocks share."""
+    measured, layout = planted()
+    block_scale = np.exp(np.random.default_rng(1).normal(0, 3, (12, 1, 1)))
+    measured = measured._replace(features=measured.features * block_scale)
+    shared, centered = (fit_residual(measured, layout, centered=c).confidence[1, 1, 0] for c in (False, True))
+    assert shared < 0.5 < 0.9 < centered
+    with pytest.raises(ValueError, match="centered=False"):
+        fit_residual(measured, layout, centered=True).added_to(
+            Policy.from_sensitivity(layout, np.ones((12, 3)), np.ones(12))
+        )
+
+
 def test_held_out_sequences_do_not_train() -> None:
     """With held-out sequences of the opposite law, confidence is floored at zero."""
     measured, layout = planted()
