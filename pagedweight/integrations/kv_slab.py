@@ -25,10 +25,12 @@ class Slab:
         self.tokens_per_frame = shape.tokens_per_frame(arena.frame_bytes)
         elements = arena.frame_bytes // shape.dtype.itemsize
         # (frames, tokens, heads, head_dim) over the whole arena; a frame's tail that holds no whole token is left out.
-        self._slots = arena.memory.view(shape.dtype).as_strided(
-            (arena.frames, self.tokens_per_frame, shape.heads, shape.head_dim),
-            (elements, shape.heads * shape.head_dim, shape.head_dim, 1),
-        )
+        # An ordinary tensor even when made inside inference mode, so that forwards outside can write to it.
+        with torch.inference_mode(False):
+            self._slots = arena.memory.view(shape.dtype).as_strided(
+                (arena.frames, self.tokens_per_frame, shape.heads, shape.head_dim),
+                (elements, shape.heads * shape.head_dim, shape.head_dim, 1),
+            )
         self.frames: np.ndarray | None = None
         self._index: torch.Tensor | None = None
         self.first_column = self.start = self.stop = 0

@@ -198,6 +198,25 @@ def test_a_copied_cache_goes_its_own_way(model: PreTrainedModel) -> None:
     assert torch.equal(forward(model, other, tail), expected)
 
 
+def test_case_83_a_cache_made_inside_inference_mode_serves_outside_and_the_reverse() -> None:
+    model = MAKE["G16"]()
+    pool = make_pool(model)
+    prefix, tail = tokens(2, 19), tokens(2, 4, seed=5)
+    expected = forward(model, ArenaCache(pool, model.config), torch.cat([prefix, tail], dim=1))[:, 19:]
+    with torch.inference_mode():
+        inside = ArenaCache(pool, model.config)
+        model(prefix, use_cache=True, **cache_argument(model, inside))
+    outside = ArenaCache(pool, model.config)
+    forward(model, outside, prefix)
+    order = torch.tensor([1, 0])
+    inside.reorder_cache(order)
+    inside.reorder_cache(order)
+    torch.testing.assert_close(forward(model, inside, tail), expected)
+    with torch.inference_mode():
+        got = model(tail, use_cache=True, **cache_argument(model, outside)).logits
+    torch.testing.assert_close(got, expected)
+
+
 def test_selecting_and_repeating_sequences(model: PreTrainedModel) -> None:
     pool = make_pool(model)
     prefix, tail = tokens(3, 19), tokens(4, 3, seed=5)
