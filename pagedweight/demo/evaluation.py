@@ -7,6 +7,7 @@ distribution and the divergence is exact over the vocabulary.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,11 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 WINDOW_TOKENS = 512  # the demo model was trained on windows of this length and degrades beyond
+
+
+def cache_argument(model: torch.nn.Module) -> str:
+    """The name under which a model takes its KV cache, which transformers changed in 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class HeldOut(NamedTuple):
@@ -93,11 +99,12 @@ def chunked_windows(
     model: torch.nn.Module, text: HeldOut, new_cache: Callable[[], Any], chunk_tokens: int, meter: Meter
 ) -> Iterator[int]:
     """Read the windows a chunk at a time, each through a cache of its own; yields the window's tokens so far."""
+    name = cache_argument(model)
     for window, tokens in enumerate(text.tokens):
         cache = new_cache()
         for start in range(0, len(tokens), chunk_tokens):
             chunk = tokens[start : start + chunk_tokens]
             with torch.no_grad():
-                meter.add(window, start, model(chunk[None], past_key_values=cache).logits[0])
+                meter.add(window, start, model(chunk[None], **{name: cache}).logits[0])
             yield start + len(chunk)
         cache.release()

@@ -50,7 +50,9 @@ def print_report(result: DemoResult, folder: Path, as_json: bool) -> None:
     console.print(_timeline_table(result))
     console.print(_quality_table(result))
     console.print(NOTE, highlight=False)
-    console.print(f"{folder / 'timeline.png'} and {folder / 'demo.json'} written in {result.seconds:.0f} s")
+    console.print(
+        f"{folder / 'timeline.png'} and {folder / 'demo.json'} written in {result.seconds:.0f} s", soft_wrap=True
+    )
 
 
 def _timeline_table(result: DemoResult) -> Table:

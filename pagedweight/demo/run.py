@@ -16,7 +16,15 @@ from transformers import AutoTokenizer, PreTrainedModel, StoppingCriteria, Stopp
 from transformers.utils import logging
 
 import pagedweight
-from pagedweight.demo.evaluation import HeldOut, Meter, Quality, chunked_windows, of_reference, whole_windows
+from pagedweight.demo.evaluation import (
+    HeldOut,
+    Meter,
+    Quality,
+    cache_argument,
+    chunked_windows,
+    of_reference,
+    whole_windows,
+)
 from pagedweight.demo.timeline import Phase, Recorder, Sample
 
 ASSETS = Path(pagedweight.__file__).parent / "assets"
@@ -108,7 +116,7 @@ def generate(
         watch = Watch(lambda length: (recorder.record(Phase.GENERATE, length), advance()))
         ids = model.generate(
             **prompt,
-            past_key_values=cache,
+            **{cache_argument(model): cache},
             max_new_tokens=options.tokens,
             min_new_tokens=options.tokens,
             do_sample=True,
