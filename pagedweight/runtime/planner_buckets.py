@@ -15,25 +15,29 @@ def routing_buckets(table: TableSnapshot, observation: Observation, policy: Poli
     A layer without live routing is sorted by calibration's routing mass, and its multiplier is 1: s already holds
     calibration's hotness. ValueError when the observed mass does not cover the table.
     """
-    starts = np.flatnonzero(np.append(True, (np.diff(table.layer) != 0) | (np.diff(table.expert) != 0)))
+    opens = np.append(True, (table.layer[1:] != table.layer[:-1]) | (table.expert[1:] != table.expert[:-1]))
+    starts = np.flatnonzero(opens)
     layer, expert = table.layer[starts], table.expert[starts]
     shape = (int(layer.max()) + 1, int(expert.max()) + 1)
     exists = np.zeros(shape, dtype=bool)
     exists[layer, expert] = True
-    mass = np.zeros(shape)
-    mass[layer, expert] = np.maximum.reduceat(policy.m_cal, starts)
-    live = np.zeros(shape[0], dtype=bool)
+    live, mass = np.zeros(shape[0], dtype=bool), np.zeros(shape)
     if observation.mass is not None:
-        seen = observation.mass[: shape[0], : shape[1]]
-        if seen.shape != shape:
+        mass = observation.mass[: shape[0], : shape[1]]
+        if mass.shape != shape:
             raise ValueError(
                 f"observed routing mass has shape {observation.mass.shape}; the page table has {shape[0]} layers of "
                 f"up to {shape[1]} experts"
             )
-        live = seen.sum(axis=1) > 0
-        mass = np.where(live[:, None], seen, mass)
-    bucket = expert_buckets(mass, exists, policy.bucket_edges)[table.layer, table.expert]
-    return bucket, np.where(live[table.layer], policy.multipliers[bucket], 1.0)
+        live = mass.sum(axis=1) > 0
+    if not live.all():
+        calibrated = np.zeros(shape)
+        calibrated[layer, expert] = np.maximum.reduceat(policy.m_cal, starts)
+        mass = np.where(live[:, None], mass, calibrated)
+    bucket = expert_buckets(mass, exists, policy.bucket_edges)
+    multiplier = np.where(live[:, None], policy.multipliers[bucket], 1.0)
+    rows = np.diff(starts, append=len(opens))
+    return np.repeat(bucket[layer, expert], rows), np.repeat(multiplier[layer, expert], rows)
 
 
 def expert_buckets(mass: np.ndarray, exists: np.ndarray, edges: np.ndarray) -> np.ndarray:
@@ -41,14 +45,11 @@ def expert_buckets(mass: np.ndarray, exists: np.ndarray, edges: np.ndarray) -> n
 
     The share of a layer's experts that are strictly colder decides, so equally cold experts share a bucket.
     """
-    if not edges.size:
-        return np.zeros(mass.shape, dtype=np.int64)
-    mass = np.where(exists, mass, np.inf)
-    order = np.argsort(mass, axis=1)
-    ranked = np.take_along_axis(mass, order, axis=1)
-    first_equal = np.tile(np.arange(mass.shape[1]), (mass.shape[0], 1))
-    first_equal[:, 1:][ranked[:, 1:] == ranked[:, :-1]] = 0
-    colder = np.empty_like(first_equal)
-    np.put_along_axis(colder, order, np.maximum.accumulate(first_equal, axis=1), axis=1)
-    share = colder / np.maximum(exists.sum(axis=1, keepdims=True), 1)
-    return np.searchsorted(edges, share, side="right")
+    bucket = np.zeros(mass.shape, dtype=np.int64)
+    coldest_first = np.sort(np.where(exists, mass, np.inf), axis=1)
+    shares = np.arange(mass.shape[1] + 1) / np.maximum(exists.sum(axis=1, keepdims=True), 1)
+    for edge in edges:
+        # At least so many colder experts reach the edge; whoever is hotter than the last of them has as many.
+        fewest = np.count_nonzero(shares < edge, axis=1)[:, None]
+        bucket += mass > np.take_along_axis(coldest_first, fewest - 1, axis=1)
+    return bucket

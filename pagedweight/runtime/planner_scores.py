@@ -61,30 +61,32 @@ def transition_damage(
     *,
     raising: bool = False,
 ) -> np.ndarray:
-    """(W, R), d-hat (Eq. 8) of lowering each row from width index anchor (R,) to each width.
+    """(W, R), d-hat (Eq. 8) of lowering each row from width index anchor (R,) to each width; 0 for the parent width.
 
-    raising: of lowering from each width to the anchor, which is what raising to that width takes back.
+    raising: of lowering from each width to the anchor, which is what raising to that width takes back; 0 for the floor.
     """
     sensitivity = policy.sensitivity_by_width
     at_anchor = sensitivity[anchor, np.arange(len(anchor))]
-    ends = (sensitivity, at_anchor) if raising else (at_anchor, sensitivity)
+    widths = slice(1, None) if raising else slice(0, -1)
+    ends = (sensitivity[widths], at_anchor) if raising else (at_anchor, sensitivity[widths])
     factor = prompt_factor(table, observation, policy, anchor, raising=raising)
-    return predicted_damage(global_damage(*ends), multiplier, factor, policy.epsilon)
+    damage = np.zeros(sensitivity.shape)
+    damage[widths] = predicted_damage(global_damage(*ends), multiplier, factor, policy.epsilon)
+    return damage
 
 
 def prompt_factor(
     table: TableSnapshot, observation: Observation, policy: Policy, anchor: np.ndarray, *, raising: bool
 ) -> np.ndarray | float:
-    """eta (Eq. 6) of the same transitions; 1 without features, or where a row's features are not finite."""
+    """(W - 1, R), eta (Eq. 6) of the same transitions; 1 without features, or where a row's are not finite."""
     if observation.features is None or policy.alpha == 0.0:
         return 1.0
-    widths = len(table.widths)
     # One gather per coefficient: a row's heads are those of its projection and anchor.
-    group = table.projection * widths + anchor
+    group = table.projection * len(table.widths) + anchor
 
     def of_rows(heads: np.ndarray) -> np.ndarray:
-        from_anchor = heads.swapaxes(1, 2) if raising else heads
-        return np.take(from_anchor.reshape(2 * widths, widths).T, group, axis=1)
+        other_ends = heads.swapaxes(1, 2)[..., 1:] if raising else heads[..., :-1]
+        return np.take(other_ends.reshape(2 * len(table.widths), -1).T, group, axis=1)
 
     usable = np.isfinite(observation.features @ np.ones(3))
     features = np.where(usable, observation.features.T, 0.0)
@@ -99,9 +101,7 @@ def parent_damage(table: TableSnapshot, observation: Observation, policy: Policy
     """(W, R), d-hat of lowering each row from the parent width to each width; 0 at the parent itself."""
     _, multiplier = routing_buckets(table, observation, policy)
     parent = np.full(len(table.committed), len(table.widths) - 1)
-    damage = transition_damage(table, observation, policy, multiplier, parent)
-    damage[-1] = 0.0
-    return damage
+    return transition_damage(table, observation, policy, multiplier, parent)
 
 
 def lowest_index(

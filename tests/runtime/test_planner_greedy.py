@@ -10,7 +10,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from pagedweight.runtime.planner import Queue, plan_step
-from pagedweight.runtime.planner_greedy import argsort_by, hull_steps
+from pagedweight.runtime.planner_greedy import hull_steps, sorted_places
 from pagedweight.runtime.planner_scores import score_actions
 from tests.runtime.planner_support import parent_problem
 
@@ -79,10 +79,13 @@ def test_steps_are_each_rows_lower_hull(seed: int) -> None:
             assert (damage[:, row] >= line - 1e-9).all()
 
 
-@settings(max_examples=50)
-@given(st.lists(st.integers(0, 3), max_size=30))
-def test_equal_keys_are_ordered_by_row(keys: list[int]) -> None:
-    rng = np.random.default_rng(len(keys))
-    row = rng.integers(0, 5, len(keys))
-    order = argsort_by(np.array(keys, dtype=float), row)
-    assert order.tolist() == sorted(range(len(keys)), key=lambda i: (keys[i], row[i], i))
+@settings(max_examples=100)
+@given(st.integers(0, 5), st.integers(0, 40), st.integers(0, 2**32 - 1))
+def test_slopes_are_sorted_and_equal_ones_by_row_and_place(places: int, rows: int, seed: int) -> None:
+    """Signs, zeros of both signs, and sizes of any magnitude; what is infinite is left out."""
+    rng = np.random.default_rng(seed)
+    values = np.array([-np.inf, -3e300, -1.0, -1e-310, -0.0, 0.0, 1e-310, 1e-5, 1.0, 1.0 + 1e-5, 3e300, np.inf])
+    slope = rng.choice(values, (places, rows))
+    row, place = sorted_places(slope)
+    expected = sorted((slope[p, r], r, p) for p, r in np.ndindex(places, rows) if slope[p, r] < np.inf)
+    assert list(zip(row.tolist(), place.tolist(), strict=True)) == [(r, p) for _, r, p in expected]
