@@ -39,6 +39,15 @@ class ArenaLayer(CacheLayerMixin):
         stop = self._seen + tokens
         return [Span(slab, stop - self._kept(tokens), stop) for slab in self._slabs]
 
+    def check_batch(self, batch: int) -> None:
+        """ValueError when tokens of another number of sequences are held."""
+        for slab in self._slabs:
+            if slab.tokens and slab.frames.shape[0] != batch:
+                raise ValueError(
+                    f"the cache holds {slab.frames.shape[0]} sequences and got {batch}; "
+                    "reset() it or make a new cache with new_cache()"
+                )
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Store K and V (B, heads, S, head_dim); returns those that attention may see, new ones last."""
         self._check(key_states, value_states)
@@ -132,18 +141,14 @@ class ArenaLayer(CacheLayerMixin):
             slab.write(new)
 
     def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        for slab, shape, states in zip(self._slabs, self._shapes, (key_states, value_states), strict=True):
+        for shape, states in zip(self._shapes, (key_states, value_states), strict=True):
             got = SlabShape(states.shape[1], states.shape[3], states.dtype)
             if got != shape:
                 raise ValueError(
                     f"keys or values are {got} and the budget was laid out for {shape}; bring the model into its dtype "
                     "before it is patched"
                 )
-            if slab.frames is not None and slab.frames.shape[0] != states.shape[0]:
-                raise ValueError(
-                    f"the cache holds {slab.frames.shape[0]} sequences and got {states.shape[0]}; "
-                    "reset() it or make a new cache with new_cache()"
-                )
+        self.check_batch(key_states.shape[0])
 
 
 class ArenaSlidingLayer(ArenaLayer):
@@ -231,18 +236,33 @@ class ArenaCache(Cache):
 
     def missing_frames(self, batch: int, tokens: int) -> int:
         """Frames that a forward over (batch, tokens) new tokens will take."""
-        return missing_frames(self._spans(tokens), batch)
+        return missing_frames(self._spans(batch, tokens), batch)
 
     def reserve(self, batch: int, tokens: int) -> None:
         """Take those frames now, so that nothing is allocated inside the forward. Raises OutOfFrames."""
-        grow(self._pool, self._holdings, self._spans(tokens), batch)
+        grow(self._pool, self._holdings, self._spans(batch, tokens), batch)
 
     def release(self) -> None:
         """Forget every token and give every frame back."""
         self.reset()
 
-    def _spans(self, tokens: int) -> list[Span]:
-        return [span for layer in self._arena_layers() for span in layer.growth(tokens)]
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence `repeats` times. Raises OutOfFrames, and the cache is as it was."""
+        self._pool.make_free((repeats - 1) * self._holdings.frames)
+        super().batch_repeat_interleave(repeats)
+
+    def _spans(self, batch: int, tokens: int) -> list[Span]:
+        """What a forward writes. ValueError when it does not go with what the cache holds."""
+        layers = self._arena_layers()
+        lengths = {layer.get_seq_length() for layer in layers}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"the cache holds {min(lengths)} tokens in some layers and {max(lengths)} in others, since a forward "
+                "ended half-way; reset() it or make a new cache with new_cache()"
+            )
+        for layer in layers:
+            layer.check_batch(batch)
+        return [span for layer in layers for span in layer.growth(tokens)]
 
     def _arena_layers(self) -> list[ArenaLayer]:
         """Layers that hold a cache; a layer that shares another's keeps the model's own empty object."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pagedweight.runtime.frames import KV_OWNER, Arena
+from pagedweight.runtime.frames import KV_OWNER, Arena, OutOfFrames
 
 
 class SlabShape(NamedTuple):
@@ -103,10 +103,18 @@ class KVPool:
 
     def take(self, holdings: FrameHoldings, count: int) -> np.ndarray:
         """int64 (count,) ids of frames for the holdings, made free first if need be. Raises OutOfFrames."""
+        self.make_free(count)
+        return holdings.take(count)
+
+    def make_free(self, count: int) -> None:
+        """See to it that so many frames are free. Raises OutOfFrames, and no cache is changed."""
         self.collect()
         if count > self.arena.free_frames and self.make_room is not None:
             self.make_room(count * self.arena.frame_bytes)
-        return holdings.take(count)
+        if count > self.arena.free_frames:
+            raise OutOfFrames(
+                f"{count} frames of {self.arena.frame_bytes} bytes wanted, {self.arena.free_frames} are free"
+            )
 
 
 def block_frames(layers: Sequence[tuple[SlabShape, SlabShape] | None], frame_bytes: int, block_tokens: int) -> int:

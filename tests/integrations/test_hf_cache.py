@@ -151,6 +151,53 @@ def test_a_reservation_for_a_forward_that_never_ran_is_replaced() -> None:
     assert pool.arena.free_frames == pool.arena.frames
 
 
+def test_another_batch_is_refused_before_anything_is_taken(model: PreTrainedModel) -> None:
+    pool = make_pool(model)
+    cache = ArenaCache(pool, model.config)
+    forward(model, cache, tokens(2, 5))
+    held = cache.held_bytes
+    for ask in (cache.missing_frames, cache.reserve):
+        with pytest.raises(ValueError, match=r"holds 2 sequences and got 3; reset\(\)"):
+            ask(3, 90)
+    assert cache.held_bytes == held == pool.arena.bytes_by_owner()["kv"]
+    cache.reset()
+    assert forward(model, cache, tokens(3, 90)).shape[0] == 3
+
+
+def test_a_forward_that_ended_half_way_is_noticed_at_the_next() -> None:
+    model = MAKE["M8"]()
+    cache = ArenaCache(make_pool(model), model.config)
+    forward(model, cache, tokens(1, 5))
+    fault = model.model.layers[1].register_forward_pre_hook(raise_in_forward)
+    with pytest.raises(RuntimeError, match="in the second layer"):
+        forward(model, cache, tokens(1, 3))
+    fault.remove()
+    with pytest.raises(ValueError, match=r"5 tokens in some layers and 8 in others.*reset\(\)"):
+        cache.missing_frames(1, 3)
+    cache.reset()
+    expected = forward(model, DynamicCache(config=model.config), tokens(1, 9))
+    cache.reserve(1, 9)
+    assert torch.equal(forward(model, cache, tokens(1, 9)), expected)
+
+
+def raise_in_forward(*_args) -> None:
+    raise RuntimeError("in the second layer")
+
+
+def test_repeating_sequences_without_room_leaves_the_cache_as_it_was(model: PreTrainedModel) -> None:
+    prefix, tail = tokens(2, 19), tokens(2, 4, seed=5)
+    needed = make_pool(model)
+    kept = ArenaCache(needed, model.config)
+    forward(model, kept, prefix)
+    pool = make_pool(model, frames=2 * kept.held_bytes // FRAME_BYTES)  # room for 4 sequences, not for 6
+    cache = ArenaCache(pool, model.config)
+    forward(model, cache, prefix)
+    with pytest.raises(OutOfFrames):
+        cache.batch_repeat_interleave(3)
+    assert torch.equal(forward(model, cache, tail), forward(model, kept, tail))
+    pool.arena.check()
+
+
 def test_reset_gives_every_frame_back_and_the_cache_serves_again(model: PreTrainedModel) -> None:
     pool = make_pool(model)
     cache = ArenaCache(pool, model.config)
