@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Integral
 
 FRAME_ALIGNMENT_BYTES = 128
 
@@ -37,6 +38,10 @@ class RuntimeConfig:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type != "bool" and value is not None and not isinstance(value, Integral):
+                raise TypeError(f"{field.name} is {value!r}, a {type(value).__name__}; give an int")
         for name in ("budget_bytes", "frame_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:

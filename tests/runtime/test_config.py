@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from pagedweight.runtime.config import RuntimeConfig
@@ -22,6 +23,16 @@ from pagedweight.runtime.config import RuntimeConfig
 def test_impossible_settings_are_named(field, value):
     with pytest.raises(ValueError, match=field):
         RuntimeConfig(**{field: value})
+
+
+@pytest.mark.parametrize(("field", "value"), [("budget_bytes", 2e9), ("block_tokens", "16"), ("max_requests", 1.5)])
+def test_what_is_not_a_whole_number_is_named_at_the_door(field, value):
+    with pytest.raises(TypeError, match=f"{field} is .*{type(value).__name__}; give an int"):
+        RuntimeConfig(**{field: value})
+
+
+def test_numpy_whole_numbers_are_whole_numbers():
+    assert RuntimeConfig(budget_bytes=np.int64(4096)).budget_bytes == 4096
 
 
 def test_defaults_are_legal_and_frozen():
