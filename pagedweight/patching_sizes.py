@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from pagedweight.integrations.kv_pool import SlabShape, block_frames
+from pagedweight.integrations.kv_pool import SlabShape, sequence_frames
 from pagedweight.kernels.device_order import choose_frame_bytes, plane_geometry
 from pagedweight.layout import Layout
 from pagedweight.patching_pages import page_sizes
@@ -29,19 +29,20 @@ class Sizes(NamedTuple):
 def choose_sizes(layout: Layout, config: RuntimeConfig, kv_layers: KVLayers) -> Sizes:
     """The arena for a layout: the budget, or without one exactly what the parent width takes.
 
-    ValueError when the budget cannot hold every linear-block at the floor width and one KV block beside them.
+    ValueError when the budget cannot hold every linear-block at the floor width and beside them one sequence of a KV
+    block's tokens: with less, not even that could be generated.
     """
     frame_bytes = config.frame_bytes or _frame_bytes(layout, kv_layers)
     geometries = [plane_geometry(n, k, frame_bytes) for n, k in layout.row_shapes()]
     resident = page_sizes(layout, geometries).resident_bytes().sum(axis=0)
     if config.budget_bytes is None:
         return Sizes(int(resident[-1]), frame_bytes, [])
-    block = block_frames(kv_layers, frame_bytes, config.block_tokens) * frame_bytes
-    least = int(resident[0]) + block
+    sequence = max(1, sequence_frames(kv_layers, frame_bytes, config.block_tokens)) * frame_bytes
+    least = int(resident[0]) + sequence
     if config.budget_bytes < least:
         raise ValueError(
             f"budget_bytes is {config.budget_bytes}; expert weights at {layout.floor_width} bits take {resident[0]} "
-            f"and one KV block of {config.block_tokens} tokens {block}, so give at least {least}"
+            f"and the KV cache of one sequence of {config.block_tokens} tokens {sequence}, so give at least {least}"
         )
     return Sizes(config.budget_bytes // frame_bytes * frame_bytes, frame_bytes, kv_layers)
 
@@ -69,13 +70,18 @@ def kv_layers_of(model: nn.Module, experts: Sequence[nn.Module]) -> KVLayers:
 @contextmanager
 def passed_by(experts: Sequence[nn.Module]) -> Iterator[None]:
     """Experts return their input: shapes and caches of the rest are as ever, and weights need not be there."""
+    # A module may carry a forward of its own already, such as one that a hook was wrapped around.
+    own = [module.__dict__.get("forward") for module in experts]
     for module in experts:
         module.forward = _first
     try:
         yield
     finally:
-        for module in experts:
-            del module.forward
+        for module, forward in zip(experts, own, strict=True):
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
 
 
 def _first(hidden_states: torch.Tensor, *args: object) -> torch.Tensor:

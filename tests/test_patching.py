@@ -148,6 +148,30 @@ def test_a_budget_that_is_too_small_names_the_least_that_works() -> None:
     assert ids.shape == (1, 8)
 
 
+@pytest.mark.parametrize("block_tokens", [1, 16])
+def test_the_least_budget_serves_one_sequence_of_a_blocks_tokens(block_tokens: int) -> None:
+    """Also where a frame holds far more tokens than a block: K and V of every layer still take a frame each."""
+    settings = {"frame_bytes": 8192, "block_tokens": block_tokens}
+    with pytest.raises(ValueError, match="so give at least") as error:
+        pagedweight.patch(small(), config=RuntimeConfig(budget_bytes=1, **settings))
+    least = int(str(error.value).rsplit(" ", 1)[1])
+    model = pagedweight.patch(small(), config=RuntimeConfig(budget_bytes=least, **settings))
+    cache = model.pagedweight.new_cache()
+    with torch.no_grad():
+        model(tokens(1, block_tokens), past_key_values=cache)
+    assert cache.held_bytes == model.pagedweight.snapshot().kv_bytes == 4 * 8192
+
+
+def test_a_forward_wrapped_around_the_experts_survives_patching() -> None:
+    """As accelerate wraps one; sizing the budget passes experts by for a moment."""
+    model = small()
+    experts = model.model.layers[0].mlp.experts
+    experts.forward = wrapped = lambda *args, forward=experts.forward: forward(*args)
+    pagedweight.patch(model, config=RuntimeConfig(budget_bytes=2**20), keep_original=True)
+    pagedweight.unpatch(model)
+    assert model.model.layers[0].mlp.experts.forward is wrapped
+
+
 def test_patching_twice_is_refused() -> None:
     model = pagedweight.patch(small())
     with pytest.raises(ValueError, match="patched already; unpatch it first"):

@@ -117,6 +117,12 @@ class KVPool:
             )
 
 
+def sequence_frames(layers: Sequence[tuple[SlabShape, SlabShape] | None], frame_bytes: int, tokens: int) -> int:
+    """Frames that one sequence of so many tokens takes: unlike blocks, every slab has frames of its own."""
+    shapes = [shape for pair in layers if pair is not None for shape in pair]
+    return sum(-(-tokens // shape.tokens_per_frame(frame_bytes)) for shape in shapes)
+
+
 def block_frames(layers: Sequence[tuple[SlabShape, SlabShape] | None], frame_bytes: int, block_tokens: int) -> int:
     """Frames of one KV block: block_tokens tokens of K and of V in every layer, rounded up once."""
     shapes = [shape for pair in layers if pair is not None for shape in pair]
