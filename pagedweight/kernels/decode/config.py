@@ -116,7 +116,8 @@ H200_ROWS = (
     Row(DecodeConfig(ProductConfig(rows=8, chunks=2, warps=2), _WHOLE_ROWS, tokens=1), most_tokens=1),
     # Decoding an expert once for eight tokens: 125 against 140 us, Qwen, 64 tokens, 6 bits; 162 against 183, Mixtral,
     # 16 tokens, 3 bits. With 1.1 pairs an expert it loses: 99.9 against 74.0 us, Qwen, 16 tokens, 4 bits.
-    Row(DecodeConfig(ProductConfig(), ProductConfig(rows=64), tokens=8, int8=True), int8=True, least_pairs_per_expert=4),
+    Row(DecodeConfig(ProductConfig(), ProductConfig(rows=64), tokens=8, int8=True), int8=True,
+    least_pairs_per_expert=4),
     Row(DecodeConfig(ProductConfig(), ProductConfig(rows=64, splits=4), tokens=4, int8=True), int8=True, large=True),
     # 74.0 against 76.5 us with four warps, Qwen, 16 tokens, 4 bits.
     Row(DecodeConfig(_TWO_WARPS, ProductConfig(rows=32, warps=2), tokens=4, int8=True), int8=True),
@@ -193,3 +194,5 @@ def check_codebooks(widths: tuple[int, ...], codebooks: tuple[str, ...]) -> None
             raise ValueError(f"the codebook of width {bits} is {codebook!r}; use one of {', '.join(CODEBOOKS)}")
         if codebook == "lut8" and bits > 4:
             raise ValueError(f"width {bits} has codebook lut8; its bytes go up to 4 bits: use cubic or affine")
+        if codebook == "cubic" and bits < 3:
+            raise ValueError(f"width {bits} has codebook cubic; four coefficients are four entries: use lut16")

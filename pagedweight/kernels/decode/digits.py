@@ -22,11 +22,7 @@ def operand_bit(within, ORDER: tl.constexpr):
     part = within & 3
     tensor = ((within >> 5) << 1) | ((within >> 2) & 1)
     word = 4 * ((within >> 3) & 3) + (tensor & 3)
-    if ORDER == 0:
-        bit = 16 * ((tensor >> 2) & 1) + 4 * part + (tensor >> 3)
-    else:
-        bit = 8 * part + (tensor >> 2)
-    return word, bit
+    return word, 16 * ((tensor >> 2) & 1) + 4 * part + (tensor >> 3) if ORDER == 0 else 8 * part + (tensor >> 2)
 
 
 @triton.jit
@@ -71,7 +67,7 @@ def _in_operand_order(digit, CHUNKS: tl.constexpr, ORDER: tl.constexpr):
 
 @triton.jit
 def operand_digits(values, CHUNKS: tl.constexpr, ORDER: tl.constexpr):
-    """int32 (512, CHUNKS) in column order of full 16-word blocks -> high and low int8 (512, CHUNKS) in operand order."""
+    """int32 (512, CHUNKS) in column order of full blocks -> high and low int8 (512, CHUNKS) in operand order."""
     values = tl.trans(values)
     high = (values + 128) >> 8
     low = values - 256 * high

@@ -14,7 +14,7 @@ def _combine(
     HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr, PADDED: tl.constexpr, TILES: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Announce this program's parts; for tokens whose parts are all there, out = sum_a r_a sum_s part, in that order."""
+    """Announce this program's parts; where a token's are all there, out = sum_a r_a sum_s part, in that order."""
     # Every thread's part is stored before the arrival that announces it.
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals_ptr + token * TILES + tile, 1, used, sem="acq_rel")
@@ -44,7 +44,8 @@ def _tile(
     HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
     PADDED: tl.constexpr, PLANES: tl.constexpr, PLANE_FRAMES: tl.constexpr, FRAME_ROWS: tl.constexpr,
     WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr, INT8: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr,
+    INT8: tl.constexpr,
     ORDERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
@@ -97,12 +98,14 @@ def _tile(
 
 @triton.jit(do_not_specialize=["tokens", "first_row", "layer", "layers", "counted_experts"])
 def _down_kernel(
-    h_ptr, digits_ptr, scales_ptr, parts_ptr, out_ptr, ids_ptr, weights_ptr, slot_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, features_ptr,
+    h_ptr, digits_ptr, scales_ptr, parts_ptr, out_ptr, ids_ptr, weights_ptr, slot_ptr, plan_ptr, bits_ptr, frame_ptr,
+    table_ptr, features_ptr,
     arrivals_ptr, tokens, first_row, layer, layers, counted_experts,
     HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
     PADDED: tl.constexpr, PLANES: tl.constexpr, PLANE_FRAMES: tl.constexpr, FRAME_ROWS: tl.constexpr,
     WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr, INT8: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr,
+    INT8: tl.constexpr,
     ORDERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS output rows of one slot's expert over one of SPLITS column ranges, or one token's statistics.
@@ -114,7 +117,7 @@ def _down_kernel(
     if program < tokens:
         if PDL:
             tl.extra.cuda.gdc_wait()
-        entry, weight, counted, routed = statistics.token_choices(
+        entry, weight, counted, _routed = statistics.token_choices(
             ids_ptr, weights_ptr, slot_ptr, program, layer, layers, counted_experts, EXPERTS, CHOICES, PADDED
         )
         start = (program * CHOICES + tl.arange(0, PADDED)) * INTERMEDIATE

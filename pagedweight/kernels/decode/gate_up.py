@@ -46,7 +46,8 @@ def _tile(
     HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
     PLANES: tl.constexpr, PLANE_FRAMES: tl.constexpr, FRAME_ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
     WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
-    STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr, INT8: tl.constexpr, ORDERS: tl.constexpr,
+    STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr, INT8: tl.constexpr,
+    ORDERS: tl.constexpr,
 ):  # fmt: skip
     DIGITS: tl.constexpr = 2 if INT8 else 1
     column = tl.arange(0, CHUNKS * TOKENS * DIGITS) // DIGITS % TOKENS
@@ -94,12 +95,14 @@ def _tile(
 
 @triton.jit(do_not_specialize=["tokens", "first_row", "layer", "layers", "counted_experts"])
 def _gate_up_kernel(
-    x_ptr, digits_ptr, scales_ptr, h_ptr, out_ptr, ids_ptr, weights_ptr, slot_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, mass_ptr,
+    x_ptr, digits_ptr, scales_ptr, h_ptr, out_ptr, ids_ptr, weights_ptr, slot_ptr, plan_ptr, bits_ptr, frame_ptr,
+    table_ptr, mass_ptr,
     counts_ptr, features_ptr, arrivals_ptr, tokens, first_row, layer, layers, counted_experts,
     HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
     PADDED: tl.constexpr, ARRIVALS: tl.constexpr, PLANES: tl.constexpr, PLANE_FRAMES: tl.constexpr,
     FRAME_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr,
-    ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr,
+    ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+    PLANNED: tl.constexpr,
     PTX: tl.constexpr, INT8: tl.constexpr, ORDERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS gate and the same up rows of one slot's expert, or one token's statistics.

@@ -4,6 +4,7 @@ Two decoders read the same bytes: `ptx.decode_words` builds operands in register
 Triton, for the interpreter, other backends and GPUs before Ampere.
 """
 
+# ruff: noqa: RUF005 - kernels join tuples with +; they cannot unpack them.
 from __future__ import annotations
 
 import triton

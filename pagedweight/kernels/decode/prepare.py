@@ -12,7 +12,8 @@ from pagedweight.kernels.decode import digits, slots
 def _prepare_kernel(
     x_ptr, digits_ptr, scales_ptr, ids_ptr, plan_ptr, tokens, slot_count,
     HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr, PAIRS: tl.constexpr, SLOTS: tl.constexpr,
-    BINS: tl.constexpr, TOKENS: tl.constexpr, ORDERS: tl.constexpr, ROW: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr,
+    BINS: tl.constexpr, TOKENS: tl.constexpr, ORDERS: tl.constexpr, ROW: tl.constexpr, INT8: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one expert's slots, or one segment of one token's digits.
 

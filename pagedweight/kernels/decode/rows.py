@@ -82,7 +82,8 @@ def rows_product(
 
     x_start, x_used: (CHUNKS * TOKENS,) first element of the token of operand column n = chunk * TOKENS + token, and
     whether there is one; row: (ROWS,) rows of the linear-block; operand_row, chunk: (ROWS * CHUNKS,) row and column
-    chunk of each of `operand_rows`; frames: of operand_row; table: its address. A matrix row is CHUNKS operand rows, each with every CHUNKS-th column block, so
+    chunk of each of `operand_rows`; frames: of operand_row; table: its address. A matrix row is CHUNKS operand rows,
+    each with every CHUNKS-th column block, so
     that few rows still fill an operand. SINGLE: there is one step. WAIT: x is the previous launch's, still running;
     all that does not depend on it goes first. Returns fp32 (ROWS, TOKENS).
     """

@@ -4,6 +4,7 @@ Half the operand bytes and no conversion to floats: about 0.8 to 1.3 integer ins
 Serves lut8 and affine, whose values are factor * byte + shift for each row.
 """
 
+# ruff: noqa: RUF005 - kernels join tuples with +; they cannot unpack them.
 from __future__ import annotations
 
 import triton

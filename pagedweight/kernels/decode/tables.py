@@ -4,6 +4,7 @@ Values are factor * decoded, with decoded: lut16 the entry; lut8 byte - 64; cubi
 u = code - 2^(b-1) is exact in 16 bits and r = offset / scale + 1/2, so that the scale itself is never rounded.
 """
 
+# ruff: noqa: RUF005 - kernels join tuples with +; they cannot unpack them.
 from __future__ import annotations
 
 import triton
@@ -49,7 +50,7 @@ def row_factor(address, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr):
         pointer = address.to(tl.pointer_type(tl.float32)) + row * (ENTRY_WORDS + 1)
         return tl.load(pointer + ENTRY_WORDS)
     else:
-        a, ratio, factor = _affine(address, row)
+        _a, _ratio, factor = _affine(address, row)
         return factor
 
 
@@ -109,7 +110,7 @@ def table_operands(address, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr, BF1
     elif CODEBOOK == "lut8":
         return lut8_words(address, row, BITS)
     elif CODEBOOK == "affine":
-        a, ratio, factor = _affine(address, row[:, None])
+        a, ratio, _factor = _affine(address, row[:, None])
         if BF16 and BITS < 8:
             return (_pair(a.to(tl.bfloat16)), _pair(ratio.to(tl.bfloat16)))
         else:
@@ -136,7 +137,7 @@ def portable_values(codes, address, row, BITS: tl.constexpr, CODEBOOK: tl.conste
     else:
         u = (codes - 2 ** (BITS - 1)).to(tl.float32)
         if CODEBOOK == "affine":
-            a, ratio, factor = _affine(address, row[:, None])
+            a, ratio, _factor = _affine(address, row[:, None])
             return a * u + ratio
         else:
             pointer = address.to(tl.pointer_type(tl.float16)) + row[:, None] * 4

@@ -1,4 +1,4 @@
-"""Random linear-blocks of one MoE layer in an arena of frames, with their dense weights."""
+"""Random linear-blocks of one MoE layer in a poisoned arena, in every codebook, with their dense weights."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from typing import NamedTuple
 import torch
 
 from pagedweight.bitplane import pack_codes, table_values, unpack_codes
+from pagedweight.kernels.decode.config import DecodeConfig, ProductConfig
+from pagedweight.kernels.decode.launch import launch_decode_moe
 from pagedweight.kernels.device_order import choose_frame_bytes, plane_geometry, to_device_order
 from pagedweight.layout import BlockTables, MoeLayer, Projection, RoutingStats
+from tests.support import DEVICE, activate
+
+# Few, large programs: each costs the interpreter about the same.
+ONE = DecodeConfig(ProductConfig(rows=32), ProductConfig(rows=64), tokens=1)
+MANY = DecodeConfig(ProductConfig(rows=32), ProductConfig(rows=64), tokens=4)
 
 
 class Layer(NamedTuple):
-    """An MoE layer's tables as kernels read them; `dense` is fp64 (N, K) by table row, at the committed width."""
+    """An MoE layer as kernels read it; dense: fp64 (N, K) by table row, at the committed width."""
 
     shape: MoeLayer
     tables: BlockTables
@@ -22,82 +29,122 @@ class Layer(NamedTuple):
     dense: list[torch.Tensor]
 
 
+class Batch(NamedTuple):
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    slots: torch.Tensor
+
+
 def random_table(rows: int, bits: int, codebook: str, generator: torch.Generator) -> torch.Tensor:
-    normal = torch.randn(rows, 1 << bits, generator=generator) * 0.05
+    """A table in the checkpoint's form."""
+    normal = torch.randn(rows, 1 << bits, generator=generator) * 0.3
+    scale = 0.2 + 0.4 * torch.rand(rows, 1, generator=generator)
     if codebook == "lut16":
         return normal.to(torch.float16)
-    scale = 0.01 + 0.02 * torch.rand(rows, 1, generator=generator)
     if codebook == "lut8":
         entries = torch.randint(0, 128, (rows, 1 << bits), generator=generator, dtype=torch.uint8)
         return torch.cat([entries, (scale / 64).view(torch.uint8)], 1)
     if codebook == "affine":
         return torch.cat([scale / (1 << (bits - 1)), 0.1 * normal[:, :1]], 1)
-    return (torch.randn(rows, 4, generator=generator) * 0.05).to(torch.float16)
+    return (torch.randn(rows, 4, generator=generator) * 0.3).to(torch.float16)
 
 
 def random_layer(
     shape: MoeLayer,
     widths: tuple[int, ...],
-    committed: torch.Tensor,
     codebooks: tuple[str, ...] | None = None,
     seed: int = 0,
-    frame_bytes: int | None = None,
+    placement: int = 0,
     poison: int = 0xFF,
 ) -> Layer:
-    """committed: int (2 E,) width of every row. Frames lie in random order; all that no plane or table owns is
-    `poison`, and so are planes at and above the committed width."""
+    """Every linear-block at a width of its own. placement orders the frames; poison fills all that nothing owns, which
+    includes the planes above the committed width."""
     generator = torch.Generator().manual_seed(seed)
     codebooks = codebooks or ("lut16",) * len(widths)
-    shapes = [shape.shape(projection) for _ in range(shape.experts) for projection in Projection]
-    frame_bytes = frame_bytes or choose_frame_bytes(shapes)
-    planes = widths[-1]
-    geometries = [plane_geometry(*matrix, frame_bytes) for matrix in shapes]
-    frames = max(geometry.frames for geometry in geometries)
-    tables, dense, pages = [], [], []
-    for row, (rows, columns) in enumerate(shapes):
-        bits = int(committed[row])
-        codes = torch.randint(0, 1 << planes, (rows, columns), generator=generator, dtype=torch.uint8)
-        packed = pack_codes(codes, planes)
-        table = random_table(rows, bits, codebooks[widths.index(bits)], generator)
-        values = table_values(table, bits).double()
-        dense.append(values.gather(1, unpack_codes(packed, columns, bits).long()))
+    matrices = [shape.shape(projection) for _ in range(shape.experts) for projection in Projection]
+    frame_bytes = choose_frame_bytes(matrices)
+    committed = torch.tensor(widths)[torch.randint(0, len(widths), (len(matrices),), generator=generator)]
+    pages, tables, dense = [], [], []
+    for matrix, bits in zip(matrices, committed.tolist(), strict=True):
+        codes = torch.randint(0, 1 << widths[-1], matrix, generator=generator, dtype=torch.uint8)
+        planes = pack_codes(codes, widths[-1])
+        table = random_table(matrix[0], bits, codebooks[widths.index(bits)], generator)
+        geometry = plane_geometry(*matrix, frame_bytes)
+        pages.append(to_device_order(planes, geometry)[:bits].reshape(bits, geometry.frames, frame_bytes))
         tables.append(table.contiguous().view(torch.uint8).flatten())
-        pages.append(to_device_order(packed, geometries[row]).view(planes, -1, frame_bytes)[:bits])
-    plane_count = sum(page.shape[0] * page.shape[1] for page in pages)
+        values = table_values(table, bits).double()
+        dense.append(values.gather(1, unpack_codes(planes, matrix[1], bits).long()))
+    placed = _place(pages, tables, frame_bytes, widths[-1], torch.Generator().manual_seed(placement), poison)
+    bits = committed.to(torch.int32).to(DEVICE)
+    return Layer(shape, BlockTables(bits, *placed), frame_bytes, widths, codebooks, dense)
+
+
+def _place(
+    pages: list[torch.Tensor],
+    tables: list[torch.Tensor],
+    frame_bytes: int,
+    planes: int,
+    generator: torch.Generator,
+    poison: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(frame_address, table_address, memory): planes in single frames anywhere, tables in runs of frames."""
     table_frames = [-(-table.numel() // frame_bytes) for table in tables]
-    memory = torch.full(((plane_count + sum(table_frames) + 2) * frame_bytes + 128,), poison, dtype=torch.uint8)
-    base = memory.data_ptr() + (-memory.data_ptr()) % 128
-    view = memory[base - memory.data_ptr() :][: (plane_count + sum(table_frames) + 2) * frame_bytes].view(
-        -1, frame_bytes
+    plane_frames = [page.shape[0] * page.shape[1] for page in pages]
+    total = sum(table_frames) + sum(plane_frames)
+    arena = torch.full((total, frame_bytes), poison, dtype=torch.uint8)
+    order = torch.randperm(sum(plane_frames), generator=generator) + sum(table_frames)
+    frame_address = torch.full((len(pages), planes, max(page.shape[1] for page in pages)), -1, dtype=torch.int64)
+    table_address = torch.zeros(len(pages), dtype=torch.int64)
+    run = used = 0
+    for row, (page, table) in enumerate(zip(pages, tables, strict=True)):
+        chosen = order[used : used + plane_frames[row]]
+        arena[chosen] = page.reshape(-1, frame_bytes)
+        frame_address[row, : page.shape[0], : page.shape[1]] = (chosen * frame_bytes).view(page.shape[:2])
+        arena.view(-1)[run * frame_bytes :][: table.numel()] = table
+        table_address[row] = run * frame_bytes
+        used, run = used + plane_frames[row], run + table_frames[row]
+    memory = torch.full((total * frame_bytes + 128,), poison, dtype=torch.uint8, device=DEVICE)
+    start = -memory.data_ptr() % 128
+    memory[start : start + arena.numel()] = arena.flatten().to(DEVICE)
+    base = memory.data_ptr() + start
+    frame_address = torch.where(frame_address >= 0, frame_address + base, frame_address)
+    return frame_address.to(DEVICE), (table_address + base).to(DEVICE), memory
+
+
+def random_batch(layer: Layer, tokens: int, choices: int, seed: int = 0, dtype: torch.dtype = torch.float16) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    experts = layer.shape.experts
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:choices] for _ in range(tokens)])
+    x = torch.randn(tokens, layer.shape.hidden, generator=generator).to(dtype)
+    weights = torch.rand(tokens, choices, generator=generator)
+    return Batch(
+        x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE), torch.zeros(tokens, dtype=torch.int32, device=DEVICE)
     )
-    frame_address = torch.full((len(shapes), planes, frames), -1, dtype=torch.int64)
-    table_address = torch.zeros(len(shapes), dtype=torch.int64)
-    order = torch.randperm(plane_count, generator=generator) + sum(table_frames) + 1
-    used, table_frame = 0, 1
-    for row, page in enumerate(pages):
-        count = page.shape[0] * page.shape[1]
-        chosen = order[used : used + count]
-        view[chosen] = page.reshape(count, frame_bytes)
-        frame_address[row, : page.shape[0], : page.shape[1]] = (base + chosen * frame_bytes).view(page.shape[:2])
-        view.view(-1)[table_frame * frame_bytes :][: tables[row].numel()] = tables[row]
-        table_address[row] = base + table_frame * frame_bytes
-        used, table_frame = used + count, table_frame + table_frames[row]
-    block_tables = BlockTables(committed.to(torch.int32), frame_address, table_address, memory)
-    return Layer(shape, block_tables, frame_bytes, widths, codebooks, dense)
 
 
-def reference(layer: Layer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The layer's output in fp64."""
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    gelu = lambda gate: torch.nn.functional.gelu(gate, approximate="tanh")  # noqa: E731
-    activate = torch.nn.functional.silu if layer.shape.activation == "silu" else gelu
-    for token in range(x.shape[0]):
-        for expert, weight in zip(ids[token].tolist(), weights[token].double(), strict=True):
+def run(
+    layer: Layer, batch: Batch, config: DecodeConfig | None = None, stats: RoutingStats | None = None
+) -> torch.Tensor:
+    shape = layer.shape
+    stats = stats or RoutingStats.zeros(1, 1, shape.experts, device=DEVICE)
+    return launch_decode_moe(
+        *batch, *layer.tables, *stats, 0, 0, shape.experts, shape.intermediate, layer.frame_bytes, shape.activation,
+        layer.widths, layer.codebooks, config,
+    )  # fmt: skip
+
+
+def hidden_of(layer: Layer, x: torch.Tensor, expert: int) -> torch.Tensor:
+    """(I,) fp64: the input of an expert's down projection."""
+    gate, up = (layer.dense[2 * expert] @ x.double().cpu()).chunk(2)
+    return activate(gate, layer.shape.activation) * up
+
+
+def reference(layer: Layer, batch: Batch) -> torch.Tensor:
+    """The layer's output in fp64, expert by expert."""
+    out = torch.zeros(batch.x.shape, dtype=torch.float64)
+    for token in range(len(batch.x)):
+        for expert, weight in zip(batch.ids[token].tolist(), batch.weights[token].tolist(), strict=True):
             if 0 <= expert < layer.shape.experts:
-                gate, up = (layer.dense[2 * expert] @ x[token].double()).chunk(2)
-                out[token] += weight * (layer.dense[2 * expert + 1] @ (activate(gate) * up))
-    return out
-
-
-def zero_stats(layer: Layer, slots: int = 1) -> RoutingStats:
-    return RoutingStats.zeros(slots, 1, layer.shape.experts)
+                out[token] += weight * (layer.dense[2 * expert + 1] @ hidden_of(layer, batch.x[token], expert))
+    return out.to(DEVICE)

@@ -1,0 +1,210 @@
+"""Times the decode path on one GPU: microseconds per MoE layer, checked against fp64 first.
+
+    python bench/kernels/bench_decode.py [--shapes qwen,...] [--out results.json]
+
+Every figure is the median of CUDA-graph replays; a graph holds many calls whose experts differ, so that successive
+calls read weights that are not in L2. All that the op launches is inside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import triton
+from triton.runtime.jit import MockTensor
+
+from bench.kernels.decode_layers import SHAPES, GpuLayer, dense_output, routing
+from pagedweight.kernels.decode.config import DecodeConfig, ProductConfig
+from pagedweight.kernels.decode.launch import Launch, decode_launches
+
+READ_BYTES_PER_US = 4.25e6  # one launch that reads 170 MB, launch included
+FORMATS = {
+    "lut16": ("lut16",) * 7,
+    "fast": ("lut8",) * 3 + ("affine",) * 4,
+    "cubic": ("lut16",) * 3 + ("cubic",) * 4,
+}
+LABELS = {"2": (2,), "3": (3,), "4": (4,), "5": (5,), "6": (6,), "8": (8,), "mixed": (3, 4, 6), "all": (2, 3, 4, 5, 6, 7, 8)}
+
+
+class Case(NamedTuple):
+    shape: str
+    tokens: int
+    label: str
+    codebooks: str
+    configs: list[DecodeConfig]
+    frames: str = "framed"
+    dtype: torch.dtype = torch.bfloat16
+
+
+def launches_of(layer, call, widths, codebooks, config):
+    x, ids, weights, slots = call
+    return decode_launches(
+        x, ids, weights, slots, layer.bits, layer.frame_address, layer.table_address, layer.mass, layer.counts,
+        layer.features, 0, 0, layer.experts, layer.intermediate, layer.frame_bytes, "silu", widths, codebooks, config,
+        True,
+    )  # fmt: skip
+
+
+def codebooks_of(name: str, widths: tuple[int, ...]) -> tuple[str, ...]:
+    return tuple(FORMATS[name][bits - 2] for bits in widths)
+
+
+def planes_of(case: Case) -> int:
+    return max(6, LABELS[case.label][-1])
+
+
+def case_launches(case: Case, config: DecodeConfig) -> list[Launch]:
+    """A case's launches over tensors without memory."""
+    layer = GpuLayer.meta(case.shape, case.frames, planes_of(case))
+    call = routing(layer, case.tokens, 0, case.dtype)
+    widths = LABELS[case.label]
+    return launches_of(layer, call, widths, codebooks_of(case.codebooks, widths), config)[1]
+
+
+def compile_jobs(jobs: list[tuple[Case, DecodeConfig, int]]) -> list[str]:
+    """Compile in this process; returns what failed."""
+    failures = []
+    for case, config, index in jobs:
+        launch = case_launches(case, config)[index]
+        arguments = {k: MockTensor(v.dtype) if isinstance(v, torch.Tensor) else v for k, v in launch.arguments.items()}
+        try:
+            launch.kernel.warmup(grid=(1,), **arguments)
+        except Exception as error:  # noqa: BLE001 - a setting that does not compile is a result
+            failures.append(f"{case[:4]} {config}: {str(error)[-300:]}")
+    return failures
+
+
+def compile_all(cases: list[Case], workers: int) -> None:
+    start = time.time()
+    jobs = {}
+    for case in cases:
+        for config in case.configs:
+            for index, launch in enumerate(case_launches(case, config)):
+                constants = {k: v for k, v in launch.arguments.items() if not isinstance(v, torch.Tensor)}
+                constants.pop("tokens", None)
+                jobs.setdefault(f"{launch.kernel.__name__} {constants}", (case, config, index))
+    jobs = list(jobs.values())
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        failures = [f for part in pool.map(compile_jobs, [jobs[i::workers] for i in range(workers)]) for f in part]
+    print(f"compiled {len(jobs)} kernels in {time.time() - start:.0f} s, {len(failures)} failed", flush=True)
+    for failure in failures[:8]:
+        print("  ", failure)
+
+
+def graph_time(run, calls: int, replays: int = 15) -> float:
+    """Median microseconds of one of the `calls` calls that `run()` makes, replayed as a graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    for _ in range(3):
+        graph.replay()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
+    for begin, end in events:
+        begin.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    times = sorted(begin.elapsed_time(end) for begin, end in events)
+    return times[len(times) // 2] * 1000 / calls
+
+
+def call_count(tokens: int) -> int:
+    return {1: 30, 4: 12}.get(tokens, 6)
+
+
+def run_case(case: Case, layers: list[GpuLayer], records: list[dict]) -> None:
+    widths = LABELS[case.label]
+    codebooks = codebooks_of(case.codebooks, widths)
+    for number, layer in enumerate(layers):
+        layer.commit(widths, codebooks, number)
+    count = call_count(case.tokens)
+    calls = [(layers[i % len(layers)], routing(layers[i % len(layers)], case.tokens, i, case.dtype)) for i in range(count)]
+    wanted = dense_output(calls[0][0], *calls[0][1][:3])
+    floor = sum(layer.bytes_read(call[1]) for layer, call in calls) / count / READ_BYTES_PER_US
+    best = None
+    for config in case.configs:
+        record = {"shape": case.shape, "tokens": case.tokens, "bits": case.label, "codebooks": case.codebooks, "frames": case.frames,
+                  "config": describe(config), "floor_us": floor}  # fmt: skip
+        try:
+            out, launches = launches_of(*calls[0], widths, codebooks, config)
+            out.fill_(float("nan"))
+            for launch in launches:
+                launch.run()
+            record["error"] = float((out.double() - wanted).norm() / wanted.norm())
+            first = out.clone()
+            for launch in launches:
+                launch.run()
+            if not torch.equal(first, out):
+                record["error"] = float("nan")  # equal inputs must give equal bits
+            prepared = [launches_of(*call, widths, codebooks, config)[1] for call in calls]
+            record["us"] = graph_time(lambda p=prepared: [launch.run() for part in p for launch in part], count)
+        except Exception as error:  # noqa: BLE001 - a setting that does not run is a result
+            record["failed"] = repr(error)[:300]
+            if "illegal" in record["failed"]:
+                raise
+        records.append(record)
+        if record.get("error", 1) < 1e-2 and (best is None or record["us"] < best["us"]):
+            best, best_prepared = record, prepared
+        elif not record.get("error", 1) < 1e-2:
+            print("  BAD", record, flush=True)
+    if best is not None:
+        # The last launch alone would wait for arrivals of its own: it is the difference.
+        best["us_alone"] = [
+            graph_time(lambda i=i: [part[i].run() for part in best_prepared], count)
+            for i in range(len(best_prepared[0]) - 1)
+        ]
+        parts = " ".join(f"{us:.1f}" for us in best["us_alone"])
+        print(
+            f"{case.shape:8s} M={case.tokens:<3d} {case.label:5s} {case.codebooks:6s} {case.frames[0]} floor {floor:6.1f}  {best['us']:7.1f} us "
+            f"({100 * floor / best['us']:2.0f} %) [{parts}] err {best['error']:.1e}  {best['config']}",
+            flush=True,
+        )
+
+
+def describe(config: DecodeConfig) -> str:
+    def one(p: ProductConfig) -> str:
+        return f"r{p.rows}c{p.chunks}k{p.splits}w{p.warps}s{p.stages}" + (f"m{p.registers}" if p.registers else "")
+
+    return f"t{config.tokens} {one(config.gate_up)} / {one(config.down)}" + (" int8" if config.int8 else "") + (" pdl" if config.early_launch else "")
+
+
+def main(cases: list[Case], out: Path) -> None:
+    start = time.time()
+    compile_all(cases, min(14, os.cpu_count()))
+    records: list[dict] = []
+    groups = {}
+    for case in cases:
+        groups.setdefault((case.shape, case.frames, planes_of(case)), []).append(case)
+    for (shape, frames, planes), group in groups.items():
+        layers = [GpuLayer.random(shape, seed, frames=frames, planes=planes) for seed in range(2)]
+        for case in group:
+            run_case(case, layers, records)
+        print(f"t {time.time() - start:.0f} s", flush=True)
+        facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+        out.write_text(json.dumps(facts | {"rows": records}, indent=1))
+        del layers
+        torch.cuda.empty_cache()
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--suite", default="final")
+    parser.add_argument("--out", type=Path, default=Path("bench_decode.json"))
+    arguments = parser.parse_args()
+    from bench.tune import suite
+
+    main(suite(arguments.suite), arguments.out)

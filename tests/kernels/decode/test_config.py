@@ -1,0 +1,38 @@
+import pytest
+
+from pagedweight.kernels.decode.config import GENERIC, H200_ROWS, Hardware, Workload, choose, problem
+
+SHAPES = {
+    "qwen": (60, 4, 2048, 1408),
+    "mixtral": (8, 2, 4096, 14336),
+    "gemma": (128, 8, 2816, 704),
+    "tiny": (4, 2, 64, 32),
+}
+FORMATS = [
+    ((2, 3, 4, 5, 6), ("lut16",) * 5),
+    ((2, 3, 4, 5, 6), ("lut8", "lut8", "lut8", "affine", "affine")),
+    ((8,), ("cubic",)),
+]
+
+
+def workloads():
+    for experts, choices, hidden, intermediate in SHAPES.values():
+        for tokens in (1, 2, 3, 16, 17, 64):
+            for widths, codebooks in FORMATS:
+                yield Workload(tokens, choices, experts, hidden, intermediate, widths, codebooks)
+
+
+@pytest.mark.parametrize("shared_bytes", [101376, 65536, 232448])
+def test_every_choice_is_legal_case_60(shared_bytes):
+    hardware = Hardware(shared_bytes, early_launch=True)
+    for work in workloads():
+        assert problem(choose(work, hardware), work, hardware) is None, work
+
+
+def test_every_row_serves_some_workload():
+    served = [next(row for row in H200_ROWS if row.serves(work)) for work in workloads()]
+    assert all(any(row is other for other in served) for row in H200_ROWS)
+
+
+def test_unknown_hardware_gets_no_early_launch():
+    assert not any(choose(work, GENERIC).early_launch for work in workloads())

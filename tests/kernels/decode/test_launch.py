@@ -1,0 +1,139 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from pagedweight.kernels.decode.config import DecodeConfig, ProductConfig
+from pagedweight.layout import MoeLayer, RoutingStats
+from tests.kernels.decode.support import DEVICE, MANY, ONE, hidden_of, random_batch, random_layer, reference, run
+from tests.support import assert_close
+
+INT8_BOOKS = ("lut8", "lut8", "affine", "affine")
+
+
+@settings(max_examples=6, phases=[Phase.generate])  # shrinking would take minutes in the interpreter
+@given(
+    hidden=st.integers(8, 150),
+    intermediate=st.integers(8, 150),
+    experts=st.integers(1, 5),
+    tokens=st.integers(1, 6),
+    widths=st.sets(st.integers(2, 8), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_equals_the_dense_layer_at_random_widths(hidden, intermediate, experts, tokens, widths, data):
+    widths = tuple(sorted(widths))
+    books = tuple(
+        data.draw(st.sampled_from(["lut16", "affine", "cubic" if bits > 4 else "lut8"]), label=f"{bits}-bit codebook")
+        for bits in widths
+    )
+    activation = data.draw(st.sampled_from(["silu", "gelu_tanh"]))
+    layer = random_layer(MoeLayer(0, experts, hidden, intermediate, activation), widths, books, seed=hidden)
+    batch = random_batch(layer, tokens, data.draw(st.integers(1, experts)), seed=tokens)
+    assert_close(run(layer, batch, ONE if tokens == 1 else MANY), reference(layer, batch), torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "config", "seed"),
+    [
+        (1, DecodeConfig(ProductConfig(16, 2), ProductConfig(32, 2), 1), 6),  # column chunks in operand rows
+        (1, DecodeConfig(ProductConfig(16, 1, 1, 2), ProductConfig(64, 1, 2), 1), 7),  # one step a program
+        (1, replace(ONE, int8=True), 6),  # digits made by every program
+        (1, replace(ONE, int8=True, prepared=True), 7),  # digits and slots by an earlier launch
+        (3, replace(MANY, int8=True), 6),
+        (10, replace(MANY, int8=True, tokens=8), 7),  # two products for one decoded tile, and a second slot
+    ],
+    ids=["chunks", "splits", "int8", "int8-prepared", "int8-many", "int8-eight"],
+)
+def test_every_cut_gives_the_same_answer(tokens, config, seed):
+    # Seed 6 draws 5 and 4 bits, seed 7 draws 8 and 2.
+    # A full column block and a tail of 6 words for x, one and 2 words for h.
+    layer = random_layer(MoeLayer(0, 1, 700, 548), (2, 4, 5, 8), INT8_BOOKS, seed=seed)
+    batch = random_batch(layer, tokens, 1, seed=4)
+    assert_close(run(layer, batch, config), reference(layer, batch), torch.float16)
+
+
+def test_placement_and_all_that_nothing_owns_change_no_bit():
+    shape = MoeLayer(0, 3, 96, 70)
+    layers = [
+        random_layer(shape, (2, 3, 6), seed=1, placement=place, poison=byte) for place, byte in ((0, 0), (1, 255))
+    ]
+    batch = random_batch(layers[0], 5, 2, seed=2)
+    first, second = (run(layer, batch, MANY) for layer in layers)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("id_type", [torch.int32, torch.int64])
+def test_foreign_and_repeated_ids_case_51(id_type):
+    layer = random_layer(MoeLayer(0, 3, 64, 48), (3,), seed=5)
+    batch = random_batch(layer, 4, 2, seed=6)
+    ids = torch.full((4, 4), 77, dtype=id_type, device=DEVICE)
+    ids[:, ::2] = torch.tensor([[0, 0], [-1, 3], [2, 1], [1, 99]], device=DEVICE)
+    weights = torch.full((4, 4), float("nan"), device=DEVICE)
+    weights[:, 1::2] = batch.weights
+    batch = batch._replace(ids=ids[:, ::2], weights=weights[:, 1::2])
+    out = run(layer, batch, MANY)
+    assert_close(out, reference(layer, batch), torch.float16)
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+
+
+def test_one_expert_takes_every_token():
+    layer = random_layer(MoeLayer(0, 3, 64, 48), (4,), seed=7)
+    batch = random_batch(layer, 9, 1, seed=8)
+    batch.ids.fill_(2)
+    assert_close(run(layer, batch, MANY), reference(layer, batch), torch.float16)
+
+
+def test_a_token_alone_and_in_a_batch_is_the_same_bits_case_55():
+    layer = random_layer(MoeLayer(0, 3, 64, 48), (3, 4), seed=9)
+    batch = random_batch(layer, 6, 2, seed=10)
+    config = replace(MANY, prepared=True)
+    alone = [run(layer, batch._replace(**_token(batch, t)), config) for t in range(6)]
+    assert torch.equal(torch.cat(alone), run(layer, batch, config))
+
+
+def _token(batch, token):
+    return {name: getattr(batch, name)[token : token + 1] for name in batch._fields}
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_statistics_by_request_slot(tokens):
+    layer = random_layer(MoeLayer(0, 3, 64, 48), (3,), seed=11)
+    batch = random_batch(layer, tokens, 2, seed=12)
+    batch = batch._replace(slots=torch.tensor([1, 0, -1, 1, 0][:tokens], dtype=torch.int32, device=DEVICE))
+    batch.ids[0, 0] = 3
+    # Room for one expert more than the layer has: the largest layer of the model decides that.
+    stats = RoutingStats.zeros(2, 1, 4, device=DEVICE)
+    run(layer, batch, ONE if tokens == 1 else MANY, stats)
+    expected = RoutingStats.zeros(2, 1, 4, device=DEVICE)
+    for token, slot in enumerate(batch.slots.tolist()):
+        for expert, weight in zip(batch.ids[token].tolist(), batch.weights[token].tolist(), strict=True):
+            if slot >= 0 and expert < 3:
+                expected.mass[slot, 0, expert] += weight
+                expected.counts[slot, 0, expert] += 1
+                inputs = (batch.x[token].double(), hidden_of(layer, batch.x[token], expert))
+                for projection, norm in enumerate(float(vector.norm()) for vector in inputs):
+                    feature = expected.features[slot, 0, expert, projection]
+                    feature += torch.tensor([weight * norm, weight * norm**2, 0.0], device=DEVICE)
+                    feature[2] = max(float(feature[2]), norm)
+    assert torch.equal(stats.counts, expected.counts)
+    assert_close(stats.mass, expected.mass)
+    assert_close(stats.features, expected.features)
+
+
+def test_bf16_is_upcast_case_49():
+    layer = random_layer(MoeLayer(0, 2, 64, 48), (3, 5), ("lut8", "cubic"), seed=13)
+    batch = random_batch(layer, 3, 2, seed=14, dtype=torch.bfloat16)
+    assert_close(run(layer, batch, MANY), reference(layer, batch), torch.bfloat16)
+
+
+def test_settings_that_cannot_run_are_refused():
+    layer = random_layer(MoeLayer(0, 2, 64, 48), (3,), seed=15)
+    batch = random_batch(layer, 2, 1)
+    with pytest.raises(ValueError, match="3 splits of 1 steps"):
+        run(layer, batch, replace(MANY, down=ProductConfig(rows=64, splits=3)))
+    with pytest.raises(ValueError, match="int8 products need"):
+        run(layer, batch, replace(MANY, int8=True))
+    with pytest.raises(ValueError, match="lut8"):
+        run(layer._replace(widths=(5,), codebooks=("lut8",)), batch, MANY)
