@@ -56,6 +56,7 @@ class Runtime:
         self._planning = Planning(self._table, self._pager, arena, policy, config, signals)
         self._kv: KVState | None = None
         self._paused = False
+        self._closed = False
         self._rescue_order = _cheapest_to_drop(policy, host.sizes.resident_bytes())
         self._place()
 
@@ -90,7 +91,7 @@ class Runtime:
         self._paused = True
 
     def resume(self) -> None:
-        self._paused = False
+        self._paused = self._closed
 
     def snapshot(self) -> RuntimeSnapshot:
         return take_snapshot(
@@ -118,8 +119,12 @@ class Runtime:
         """Bring every row to a width (one, or one for each row) and wait until it is there. For evaluation and tests.
 
         Boundaries go on from there as pressure has it, unless paused. Raises ValueError for an unsupported width,
-        OutOfFrames when the arena cannot hold them all, with those that fit in place.
+        OutOfFrames when the arena cannot hold them all, with those that fit in place, RuntimeError after close.
         """
+        if self._closed:
+            raise RuntimeError(
+                "the runtime is closed, its host pages are gone and widths stay; patch the model again"
+            )
         wanted = np.broadcast_to(np.asarray(bits, dtype=np.int64), (self.layout.rows,))
         unsupported = sorted(set(wanted.tolist()) - set(self.layout.widths))
         if unsupported:
@@ -138,6 +143,11 @@ class Runtime:
         """Make bytes free in the arena now, down to the floor width if need be. Raises OutOfFrames when impossible."""
         before = self.arena.free_bytes
         free = self._rescue(wanted_bytes)
+        if free < wanted_bytes and self._paused:
+            raise OutOfFrames(
+                f"{wanted_bytes} bytes wanted and {free} are free; nothing is released while widths are held or after "
+                "close: free some KV cache or hold fewer bits"
+            )
         if free < wanted_bytes:
             raise OutOfFrames(
                 f"{wanted_bytes} bytes wanted: {before} were free, {free - before} more were released, "
@@ -175,6 +185,7 @@ class Runtime:
         """Finish what is in flight and give host memory back; the runtime does nothing afterwards."""
         self._pager.settle()
         self.pause()
+        self._closed = True
         self._engine.close()
         self._host.close()
 

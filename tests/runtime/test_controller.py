@@ -242,6 +242,18 @@ def test_nothing_moves_while_paused():
     assert (runtime.snapshot().bits < 6).any()
 
 
+def test_what_held_widths_cannot_give_is_not_blamed_on_the_floor():
+    model = tiny_model()
+    runtime = tiny_runtime(model, 400)
+    runtime.set_bits(4)
+    runtime.pause()
+    with pytest.raises(OutOfFrames, match="nothing is released while widths are held"):
+        runtime.allocate_kv(runtime.arena.free_frames + 1)
+    assert (runtime.snapshot().bits == 4).all()
+    runtime.resume()
+    runtime.allocate_kv(runtime.arena.free_frames + 1)
+
+
 def test_deterministic_runtimes_do_not_depend_on_when_copies_finish():
     traces = []
     for engine in (ImmediateEngine, CrankedEngine):
@@ -363,3 +375,10 @@ def test_close_finishes_what_is_in_flight():
     assert runtime.idle
     runtime.check()
     runtime.boundary()
+    with pytest.raises(RuntimeError, match=r"closed.*patch the model again"):
+        runtime.set_bits(3)
+    runtime.resume()
+    for _ in range(20):
+        runtime.boundary(pending_blocks=1)
+    runtime.close()
+    runtime.check()
