@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
@@ -147,6 +147,12 @@ class PagedModel:
         afterwards."""
         self._collect()
         self._runtime.close()
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a patched model cannot be copied or pickled: its weights live in the runtime's memory; "
+            "use pagedweight.save and pagedweight.load, or unpatch the model first"
+        )
 
     def _collect(self) -> None:
         if self.kv is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import pickle
 import weakref
 from collections.abc import Callable
 
@@ -284,6 +286,14 @@ def test_case_83_inference_mode_on_either_side() -> None:
         outside.pagedweight.set_bits(6)
     assert all(torch.equal(plain[0], other) for other in (*plain, *inference))
     assert set(outside.pagedweight.snapshot().bits) == {6}
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())])
+def test_a_patched_model_says_why_it_cannot_be_copied(duplicate: Callable[[nn.Module], object]) -> None:
+    model = pagedweight.patch(small())
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled: .*pagedweight\.save"):
+        duplicate(model)
+    duplicate(pagedweight.unpatch(model))
 
 
 def test_case_111_dtype_and_device_moves_leave_planes_alone() -> None:

@@ -35,15 +35,23 @@ class Boundary(Protocol):
 
 
 def add_boundary_hook(model: nn.Module, runtime: Boundary) -> RemovableHandle:
-    """Call the boundary before every forward of the model, generate's and direct ones alike.
+    """Call the boundary before every forward of the model, generate's and direct ones alike."""
+    return model.register_forward_pre_hook(BeforeForward(runtime), with_kwargs=True)
 
-    A pre-hook sees what only the forward knows: how many tokens are new, which are padding, and the cache. Inside a
-    compiled graph it does nothing, since nothing may move there; generate does not compile with an ArenaCache.
+
+class BeforeForward:
+    """A pre-hook, since that sees what only the forward knows: how many tokens are new, which are padding, the cache.
+
+    Inside a compiled graph it does nothing, since nothing may move there; generate does not compile with an ArenaCache.
     """
 
-    def before_forward(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def __init__(self, runtime: Boundary) -> None:
+        self._runtime = runtime
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if torch.compiler.is_compiling():
             return
+        runtime = self._runtime
         shape = new_tokens(args, kwargs)
         if shape is None:
             runtime.slots.reset()
@@ -55,8 +63,6 @@ def add_boundary_hook(model: nn.Module, runtime: Boundary) -> RemovableHandle:
         runtime.boundary(0 if cache is None else cache.missing_frames(*shape))
         if cache is not None:
             cache.reserve(*shape)
-
-    return model.register_forward_pre_hook(before_forward, with_kwargs=True)
 
 
 def new_tokens(args: tuple, kwargs: dict) -> tuple[int, int] | None:
