@@ -18,7 +18,7 @@ def least_damage_index(released: np.ndarray, damage: np.ndarray, start: np.ndarr
     damage is 0 there and infinite where a width is not legal.
     """
     legal = np.isfinite(damage)
-    steps = hull_steps(np.where(legal, released, 0.0), np.where(legal, damage, 0.0), start)
+    steps = hull_steps(np.where(legal, released, 0.0), np.where(legal, damage, 0.0))
     count = steps.meeting(target_bytes)
     if not count or steps.totals(count)[0] < target_bytes:
         return steps.reached(start, count)

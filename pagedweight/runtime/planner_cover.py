@@ -1,11 +1,13 @@
 """The last few moves of a plan: the greedy stops at the first step past its target, which can be a dear one.
 
 Around that break the best combination of moves is found exactly, rows with the least reduced cost first: a move that
-costs more than the break's slope explains by more than the gap still open cannot be part of a better plan.
+costs more than the break's slope explains by more than the gap still open cannot be part of a better plan. One search
+answers both questions: the least damage for enough bytes (cover), and the most bytes for little enough damage (pack).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +37,18 @@ class _Core(NamedTuple):
     to: np.ndarray
 
 
+class _Goal(NamedTuple):
+    """What a combination is judged by.
+
+    keys: (bytes, damage) of combinations -> what is compared first, infinite where a combination will not do, and
+        what decides between equals; the least wins.
+    gap: (first key of the best so far, slope) -> how much reduced cost a better combination may have.
+    """
+
+    keys: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+    gap: Callable[[float, float], float]
+
+
 def cover(
     steps: Steps, start: np.ndarray, bytes_: np.ndarray, damage: np.ndarray, target_bytes: int, count: int
 ) -> Change:
@@ -43,19 +57,41 @@ def cover(
     start: (R,) present width index. bytes_, damage: (W, R) totals by width index, infinite where not legal and 0 at
     the present width. Equal damage releases the more bytes, so that a larger target never releases less.
     """
+    needed = target_bytes - steps.totals(count)[0]
+    goal = _Goal(lambda b, d: (np.where(b >= needed, d, np.inf), -b), lambda least, slope: least - slope * needed)
+    return _best_change(steps, start, bytes_, damage, count, count, goal)
+
+
+def pack(
+    steps: Steps, start: np.ndarray, bytes_: np.ndarray, damage: np.ndarray, most_damage: float, count: int
+) -> Change:
+    """The plan that releases the most for at most most_damage, from the greedy's first count steps, the last that fit.
+
+    Arguments as for cover. Equal bytes cost the less damage.
+    """
+    if count == len(steps.row):
+        return Change(count, (), (), *steps.totals(count))
+    left = most_damage - steps.totals(count)[1]
+    goal = _Goal(lambda b, d: (np.where(d <= left, -b, np.inf), d), lambda least, slope: left + slope * least)
+    return _best_change(steps, start, bytes_, damage, count, count + 1, goal)
+
+
+def _best_change(
+    steps: Steps, start: np.ndarray, bytes_: np.ndarray, damage: np.ndarray, count: int, broken: int, goal: _Goal
+) -> Change:
+    """The best combination of moves on top of the first count steps; step number `broken` is the one at the break."""
     base = steps.reached(start, count)
     plain = Change(count, (), (), *steps.totals(count))
     rows = np.arange(len(start))
-    (before_bytes, before_damage), (_, at_damage) = steps.totals(count - 1), steps.totals(count)
-    slope = (at_damage - before_damage) / (plain.bytes - before_bytes)
+    (before_bytes, before_damage), (at_bytes, at_damage) = steps.totals(broken - 1), steps.totals(broken)
+    slope = (at_damage - before_damage) / (at_bytes - before_bytes)
     more_bytes, more_damage = bytes_ - bytes_[base, rows], damage - damage[base, rows]
     reduced = more_damage - slope * more_bytes
     reduced[base, rows] = np.inf
     nearest = reduced.min(axis=0)
     core = np.argpartition(nearest, _CORE_ROWS)[:_CORE_ROWS] if len(rows) > _CORE_ROWS else rows
     core = core[np.lexsort((core, nearest[core]))]
-    needed = target_bytes - plain.bytes
-    best, trail = _search(more_bytes[:, core], more_damage[:, core], reduced[:, core], slope, needed)
+    best, trail = _search(more_bytes[:, core], more_damage[:, core], reduced[:, core], slope, goal)
     if best is None:
         return plain
     moves = _unwind(trail, best)
@@ -71,24 +107,23 @@ def cover(
 
 
 def _search(
-    more_bytes: np.ndarray, more_damage: np.ndarray, reduced: np.ndarray, slope: float, needed: int
+    more_bytes: np.ndarray, more_damage: np.ndarray, reduced: np.ndarray, slope: float, goal: _Goal
 ) -> tuple[tuple[int, int] | None, list[_Core]]:
     """The best combination as (level, index) into the trail of levels, None where staying put is best."""
     none = np.zeros(1, dtype=np.int64)
     trail = [_Core(none, np.zeros(1), none, none)]
-    best, best_damage, best_bytes = None, 0.0, 0
+    best, best_key = None, (0.0, 0.0)
     for place in range(reduced.shape[1]):
-        gap = best_damage - slope * needed
+        gap = goal.gap(best_key[0], slope)
         if reduced[:, place].min() > gap:
             break
         level = _extend(trail[-1], more_bytes[:, place], more_damage[:, place], reduced[:, place], slope, gap)
         trail.append(level)
-        meeting = np.flatnonzero(level.bytes >= needed)
-        if meeting.size:
-            index = meeting[np.lexsort((-level.bytes[meeting], level.damage[meeting]))[0]]
-            key = (float(level.damage[index]), -int(level.bytes[index]))
-            if key < (best_damage, -best_bytes):
-                best, best_damage, best_bytes = (len(trail) - 1, int(index)), key[0], -key[1]
+        first, second = goal.keys(level.bytes, level.damage)
+        index = int(np.lexsort((second, first))[0])
+        key = (float(first[index]), float(second[index]))
+        if key < best_key:
+            best, best_key = (len(trail) - 1, index), key
     return best, trail
 
 

@@ -14,12 +14,11 @@ import numpy as np
 class Steps(NamedTuple):
     """Hull segments of all rows, cheapest first, equal ones by row; a row's segments keep their order.
 
-    row, origin, to: (S,), the row and the width indices that the step starts and ends at.
+    row, to: (S,), the row and the width index that the step ends at.
     bytes, damage: float64 (S,), totals of this step and all before it; bytes are whole numbers.
     """
 
     row: np.ndarray
-    origin: np.ndarray
     to: np.ndarray
     bytes: np.ndarray
     damage: np.ndarray
@@ -42,26 +41,25 @@ class Steps(NamedTuple):
 class _Segments(NamedTuple):
     """Hull segments by their place in each row's order, (W - 1, R); slope is infinite where a row has no more.
 
-    bytes, damage: what the segment alone releases and costs. origin, to: int8 width indices.
+    bytes, damage: what the segment alone releases and costs. to: int8, the width index that it ends at.
     """
 
     slope: np.ndarray
     bytes: np.ndarray
     damage: np.ndarray
-    origin: np.ndarray
     to: np.ndarray
 
 
-def hull_steps(bytes_: np.ndarray, damage: np.ndarray, start: np.ndarray) -> Steps:
-    """Sorted hull segments of every row, lowering it from width index start (R,).
+def hull_steps(bytes_: np.ndarray, damage: np.ndarray) -> Steps:
+    """Sorted hull segments of every row, lowering it from where it is.
 
-    bytes_, damage: float64 (W, R), each width's totals measured from start. bytes_ is 0 at start and above, and where
-    a width is not legal; damage is 0 at start. Of equally cheap segments the nearest is taken.
+    bytes_, damage: float64 (W, R), each width's totals measured from where the row is. bytes_ is 0 there and above, and
+    where a width is not legal; damage is 0 there. Of equally cheap segments the nearest is taken.
     """
     segments, convex = _single_steps(bytes_, damage)
     bent = np.flatnonzero(~convex)
     if bent.size:
-        _walk_hulls(segments, bytes_, damage, start, bent)
+        _walk_hulls(segments, bytes_, damage, bent)
     return _sorted_steps(segments)
 
 
@@ -74,31 +72,29 @@ def _single_steps(bytes_: np.ndarray, damage: np.ndarray) -> tuple[_Segments, np
     convex = np.count_nonzero(taken, axis=0) == np.count_nonzero(bytes_, axis=0)
     if widths > 2:
         convex &= ~((slope[1:] < slope[:-1]) & taken[:-1]).any(axis=0)
-    origin = np.repeat(np.arange(widths - 1, 0, -1, dtype=np.int8), rows).reshape(run.shape)
-    return _Segments(slope, run, rise, origin, origin - np.int8(1)), convex
+    to = np.repeat(np.arange(widths - 2, -1, -1, dtype=np.int8), rows).reshape(run.shape)
+    return _Segments(slope, run, rise, to), convex
 
 
-def _walk_hulls(
-    segments: _Segments, bytes_: np.ndarray, damage: np.ndarray, start: np.ndarray, rows: np.ndarray
-) -> None:
+def _walk_hulls(segments: _Segments, bytes_: np.ndarray, damage: np.ndarray, rows: np.ndarray) -> None:
     """Overwrite some rows' segments: from where each row is, again and again the cheapest way on, to any width."""
     segments.slope[:, rows] = np.inf
-    bytes_, damage, at = bytes_[:, rows], damage[:, rows], start[rows]
+    bytes_, damage = bytes_[:, rows], damage[:, rows]
     at_bytes, at_damage, last = np.zeros(len(rows)), np.zeros(len(rows)), np.full(len(rows), -np.inf)
     for place in range(len(bytes_) - 1):
         slope, to = _cheapest_next(bytes_, damage, at_bytes, at_damage)
         going = np.flatnonzero(np.isfinite(slope))
         if not going.size:
             break
-        bytes_, damage, rows, came_from, to = bytes_[:, going], damage[:, going], rows[going], at[going], to[going]
+        bytes_, damage, rows, to = bytes_[:, going], damage[:, going], rows[going], to[going]
         everyone = np.arange(len(going))
         to_bytes, to_damage = bytes_[to, everyone], damage[to, everyone]
         # Rounding may make a later segment look cheaper by one unit in the last place; it still comes later.
         last = np.maximum(slope[going], last[going])
-        found = (last, to_bytes - at_bytes[going], to_damage - at_damage[going], came_from, to)
+        found = (last, to_bytes - at_bytes[going], to_damage - at_damage[going], to)
         for values, column in zip(segments, found, strict=True):
             values[place, rows] = column
-        at, at_bytes, at_damage = to, to_bytes, to_damage
+        at_bytes, at_damage = to_bytes, to_damage
 
 
 def _cheapest_next(
@@ -118,8 +114,8 @@ def _sorted_steps(found: _Segments) -> Steps:
     row, place = sorted_places(found.slope)
     at = place * found.slope.shape[1]
     at += row
-    of_steps = [values.reshape(-1).take(at) for values in found[1:]]
-    return Steps(row, of_steps[2], of_steps[3], np.cumsum(of_steps[0]), np.cumsum(of_steps[1]))
+    bytes_, damage, to = (values.reshape(-1).take(at) for values in found[1:])
+    return Steps(row, to, np.cumsum(bytes_), np.cumsum(damage))
 
 
 def sorted_places(slope: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

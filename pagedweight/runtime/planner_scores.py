@@ -5,6 +5,7 @@ Arrays over transitions are (W, R): entry [w, r] belongs to row r and widths[w].
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,9 @@ class Scores(NamedTuple):
 
     committed: (R,) index of the committed width. movable: bool (R,). bucket: (R,).
     released: float64 (W, R), whole bytes freed by moving to each width (negative: needed).
-    damage: (W, R), d-hat of moving to each lower width; 0 at the committed one, meaningless above.
+    damage: (W, R), d-hat of moving to each lower width; 0 at the committed one, meaningless above. Under a damage
+        limit it is what the move adds to the damage against the parent width, which the limit is about.
+    most_damage: what a plan may still add under the limit, infinite without one.
     """
 
     committed: np.ndarray
@@ -29,15 +32,21 @@ class Scores(NamedTuple):
     bucket: np.ndarray
     released: np.ndarray
     damage: np.ndarray
+    most_damage: float = math.inf
 
 
 def score_actions(table: TableSnapshot, observation: Observation, policy: Policy) -> Scores:
     """Bytes and predicted damage (Eq. 8) of every lowering; floors and caps are not yet applied."""
-    committed = committed_index(table)
+    committed, rows = committed_index(table), np.arange(len(table.committed))
     bucket, multiplier = routing_buckets(table, observation, policy)
-    damage = transition_damage(table, observation, policy, multiplier, committed)
-    damage[committed, np.arange(len(committed))] = 0.0
     released = np.negative(bytes_above(table, committed))
+    if observation.limits.damage < math.inf:
+        damage = parent_damage(table, observation, policy)
+        now = damage[committed, rows]
+        left = observation.limits.damage - float(now.sum())
+        return Scores(committed, ~table.busy, bucket, released, damage - now, left)
+    damage = transition_damage(table, observation, policy, multiplier, committed)
+    damage[committed, rows] = 0.0
     return Scores(committed, ~table.busy, bucket, released, damage)
 
 

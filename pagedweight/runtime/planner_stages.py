@@ -8,10 +8,10 @@ import numpy as np
 
 from pagedweight.policy import Policy
 from pagedweight.runtime.observe import Observation
-from pagedweight.runtime.planner_cover import Change, cover
+from pagedweight.runtime.planner_cover import Change, cover, pack
 from pagedweight.runtime.planner_greedy import Steps, hull_steps
 from pagedweight.runtime.planner_queue import QueuedPlan
-from pagedweight.runtime.planner_scores import Scores, committed_index, lowest_index, parent_damage
+from pagedweight.runtime.planner_scores import Scores, lowest_index
 from pagedweight.runtime.table_view import TableSnapshot
 
 
@@ -30,7 +30,7 @@ def plans_for_targets(
     meets it.
     """
     waiting, plans, largest, chosen = sorted(set(targets)), [], None, None
-    limited = math.isfinite(observation.limits.damage)
+    limited = scores.most_damage < math.inf
     constraints = list(np.ndindex(len(policy.floors), len(policy.depth_caps)))
     for stage, level in constraints:
         if not waiting:
@@ -42,20 +42,41 @@ def plans_for_targets(
         # Nothing to choose where all of it is wanted: no need to sort.
         everything = not limited and capacity <= waiting[0]
         steps = lower_everything(scores, lowest) if everything else legal_steps(scores, lowest)
-        allowed = affordable_steps(steps, table, observation, policy) if limited else len(steps.row)
-        most_bytes, _ = steps.totals(allowed)
-        for target in [target for target in waiting if target <= most_bytes]:
+        affordable = affordable_steps(steps, scores.most_damage)
+        greedy_bytes, _ = steps.totals(affordable)
+
+        def queued(target: int, change: Change) -> QueuedPlan:
+            return QueuedPlan(stage, level, target, made_at, scores.committed, steps, change)  # noqa: B023
+
+        for target in [target for target in waiting if target <= greedy_bytes and target != urgent]:
             count = steps.meeting(target)
-            change = Change(count, (), (), *steps.totals(count))
-            if target == urgent and not limited and not everything:
-                change = covering(scores, lowest, steps, target)
-            plans.append(QueuedPlan(stage, level, target, made_at, scores.committed, steps, change))
-            chosen = plans[-1] if target == urgent else chosen
-        waiting = [target for target in waiting if target > most_bytes]
-        if urgent in waiting and (largest is None or most_bytes > largest.released_bytes):
-            change = Change(allowed, (), (), *steps.totals(allowed))
-            largest = QueuedPlan(stage, level, urgent, made_at, scores.committed, steps, change)
+            plans.append(queued(target, Change(count, (), (), *steps.totals(count))))
+        if urgent in waiting:
+            change = _urgent_change(scores, lowest, steps, urgent, affordable, everything=everything)
+            if change.bytes >= urgent:
+                chosen = queued(urgent, change)
+                plans.append(chosen)
+            elif largest is None or change.bytes > largest.released_bytes:
+                largest = queued(urgent, change)
+        met = {plan.target_bytes for plan in plans}
+        waiting = [target for target in waiting if target not in met]
     return plans, chosen or largest
+
+
+def _urgent_change(
+    scores: Scores, lowest: np.ndarray, steps: Steps, target_bytes: int, affordable: int, *, everything: bool
+) -> Change:
+    """The least damage for target_bytes or, where that cannot be had, the most bytes for the damage allowed."""
+    greedy = Change(affordable, (), (), *steps.totals(affordable))
+    if everything or (affordable == len(steps.row) and greedy.bytes < target_bytes):
+        return greedy
+    legal = _legal_damage(scores, lowest)
+    totals = (steps, scores.committed, scores.released, legal)
+    most = greedy if greedy.bytes >= target_bytes else pack(*totals, scores.most_damage, affordable)
+    if most.bytes < target_bytes:
+        return most
+    least = cover(*totals, target_bytes, steps.meeting(target_bytes))
+    return least if least.damage <= scores.most_damage else most
 
 
 def lower_everything(scores: Scores, lowest: np.ndarray) -> Steps:
@@ -63,7 +84,7 @@ def lower_everything(scores: Scores, lowest: np.ndarray) -> Steps:
     row = np.flatnonzero(lowest < scores.committed)
     to = lowest[row]
     released, damage = np.cumsum(scores.released[to, row]), np.cumsum(scores.damage[to, row])
-    return Steps(row, scores.committed[row], to, released, damage)
+    return Steps(row, to, released, damage)
 
 
 def largest_release(scores: Scores, lowest: np.ndarray) -> int:
@@ -75,22 +96,19 @@ def legal_steps(scores: Scores, lowest: np.ndarray) -> Steps:
     """Steps within the moves that lowest (R,) permits."""
     width_index = np.arange(len(scores.released), dtype=np.int8)[:, None]
     legal = (width_index >= lowest.astype(np.int8)) & (width_index < scores.committed)
-    return hull_steps(scores.released * legal, scores.damage, scores.committed)
+    return hull_steps(scores.released * legal, scores.damage)
 
 
-def covering(scores: Scores, lowest: np.ndarray, steps: Steps, target_bytes: int) -> Change:
-    """The cheapest plan within the moves that lowest (R,) permits; the steps must release target_bytes."""
-    width_index = np.arange(len(scores.released))[:, None]
-    legal = (width_index >= lowest) & (width_index < scores.committed)
-    damage = np.where(legal | (width_index == scores.committed), scores.damage, np.inf)
-    return cover(steps, scores.committed, scores.released, damage, target_bytes, steps.meeting(target_bytes))
+def _legal_damage(scores: Scores, lowest: np.ndarray) -> np.ndarray:
+    """(W, R), damage of the moves that lowest (R,) permits, 0 for staying, infinite otherwise."""
+    width_index = np.arange(len(scores.released), dtype=np.int8)[:, None]
+    legal = (width_index >= lowest.astype(np.int8)) & (width_index <= scores.committed)
+    return np.where(legal, scores.damage, np.inf)
 
 
-def affordable_steps(steps: Steps, table: TableSnapshot, observation: Observation, policy: Policy) -> int:
-    """Steps, cheapest first, after which damage against the parent width is still within the limit."""
-    against_parent = parent_damage(table, observation, policy)
-    rows = np.arange(len(table.committed))
-    now = against_parent[committed_index(table), rows].sum()
-    added = against_parent[steps.to, steps.row] - against_parent[steps.origin, steps.row]
-    beyond = np.flatnonzero(now + np.cumsum(added) > observation.limits.damage)
+def affordable_steps(steps: Steps, most_damage: float) -> int:
+    """Steps, cheapest first, that together cost at most most_damage."""
+    if most_damage == math.inf:
+        return len(steps.row)
+    beyond = np.flatnonzero(steps.damage > most_damage)
     return int(beyond[0]) if beyond.size else len(steps.row)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +15,7 @@ from pagedweight.runtime.observe import Limits
 from pagedweight.runtime.planner import Plan, Queue, initial_bits, plan_step, release_target_bytes
 from pagedweight.runtime.planner_buckets import expert_buckets, routing_buckets
 from pagedweight.runtime.planner_queue import QueuedPlan, select_best_plan
-from pagedweight.runtime.planner_scores import score_actions
+from pagedweight.runtime.planner_scores import parent_damage, score_actions
 from tests.runtime.planner_support import (
     Problem,
     carried_out,
@@ -330,6 +332,34 @@ def test_the_damage_limit_is_never_passed(problem: Problem, share: float) -> Non
             .sum()
         )
         assert spent <= limit * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.7, 1.2])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damage_limit_leaves_the_best_of_all_plans(seed: int, share: float) -> None:
+    """Of every combination of widths, tried one by one: the least damage for the target, or the most bytes."""
+    problem = parent_problem((2, 2), (2, 3, 5), seed)
+    committed, rows = np.array([5, 5, 3, 5, 5, 3, 5, 5]), np.arange(8)
+    problem = problem._replace(table=problem.table._replace(committed=committed, desired=committed))
+    scores = score_actions(problem.table, problem.observation, problem.policy)
+    combinations = np.array(list(itertools.product(*(range(at + 1) for at in scores.committed))))
+    released = scores.released[combinations, rows].sum(axis=1)
+    against_parent = parent_damage(problem.table, problem.observation, problem.policy)
+    damage = against_parent[combinations, rows].sum(axis=1)
+    now = against_parent[scores.committed, rows].sum()
+    limit = now + share * (damage.max() - now)
+    allowed = damage <= limit
+    for target in (released.max() // 5, released.max() // 2, released.max()):
+        seen = problem.under_pressure(int(target))._replace(limits=Limits(damage=limit))
+        _, plan = plan_step(problem.table, seen, problem.policy, Queue())
+        meeting = allowed & (released >= target)
+        assert plan.shortfall_bytes == target - min(target, plan.released_bytes)
+        if meeting.any():
+            assert plan.released_bytes >= target
+            assert np.isclose(plan.damage, damage[meeting].min() - now)
+        else:
+            assert plan.released_bytes == released[allowed].max()
+            assert plan.damage <= (limit - now) * (1 + 1e-9)
 
 
 @settings(max_examples=100)

@@ -66,15 +66,16 @@ def test_steps_are_each_rows_lower_hull(seed: int) -> None:
     bytes_ = np.cumsum(rng.integers(1, 5, (widths, rows)), axis=0)[::-1].astype(float)
     bytes_ -= bytes_[-1]
     damage = np.concatenate([rng.random((widths - 1, rows)), np.zeros((1, rows))])
-    start = np.full(rows, widths - 1)
-    steps = hull_steps(bytes_, damage, start)
+    steps = hull_steps(bytes_, damage)
     gained, added = np.diff(steps.bytes, prepend=0), np.diff(steps.damage, prepend=0)
     assert (np.diff(added / gained) >= -1e-9).all()
     for row in range(rows):
         own = steps.row == row
-        assert steps.origin[own].tolist() == [widths - 1, *steps.to[own][:-1].tolist()]
         assert steps.to[own][-1] == 0
-        for origin, slope in zip(steps.origin[own], (added / gained)[own], strict=True):
+        origins = [widths - 1, *steps.to[own][:-1].tolist()]
+        assert np.allclose(gained[own], bytes_[steps.to[own], row] - bytes_[origins, row])
+        assert np.allclose(added[own], damage[steps.to[own], row] - damage[origins, row])
+        for origin, slope in zip(origins, (added / gained)[own], strict=True):
             line = damage[origin, row] + slope * (bytes_[:, row] - bytes_[origin, row])
             assert (damage[:, row] >= line - 1e-9).all()
 
