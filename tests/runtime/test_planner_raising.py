@@ -127,7 +127,11 @@ def test_case_90_kv_use_that_swings_around_the_threshold_moves_a_block_at_most_t
 
 
 def test_case_90_a_signal_that_never_answers_moves_no_page_to_and_fro() -> None:
-    """F itself alternates around the threshold whatever is released: pages only leave, each at most once."""
+    """F itself alternates around the threshold whatever is released: pages only leave, each at most once.
+
+    A linear-block may go down width by width, as every step under pressure asks for new bytes (Eq. 7); at most two
+    such steps for each would cost 1.3 to 2 times the predicted damage at the same bytes, widths 2 to 6.
+    """
     problem = parent_problem((8, 8))
     queue, pages, released = Queue(), np.zeros((32, 6), dtype=int), 0
     for at in range(100):
