@@ -202,16 +202,19 @@ def run_kernel(
     token_slot: torch.Tensor | None = None,
     *,
     slots: int = 1,
+    spare_experts: int = 0,
     config: LaunchConfig | None = None,
 ) -> Outcome:
-    """The grouped kernels: on the GPU where there is one, else interpreted, in tiles as large as the layer."""
+    """The grouped kernels: on the GPU where there is one, else interpreted, in tiles as large as the layer.
+
+    spare_experts: that the statistics hold beyond the layer's.
+    """
     from pagedweight.kernels.fused_moe import launch_fused_moe
 
     if config is None and DEVICE.type == "cpu":
         config = one_tile(layer)
-    return _run(
-        partial(launch_fused_moe, config=config), layer, tables, x, expert_ids, expert_weights, token_slot, slots
-    )
+    call = partial(launch_fused_moe, config=config)
+    return _run(call, layer, tables, x, expert_ids, expert_weights, token_slot, slots, spare_experts)
 
 
 def run_twin(
@@ -223,8 +226,9 @@ def run_twin(
     token_slot: torch.Tensor | None = None,
     *,
     slots: int = 1,
+    spare_experts: int = 0,
 ) -> Outcome:
-    return _run(fused_moe_reference, layer, tables, x, expert_ids, expert_weights, token_slot, slots)
+    return _run(fused_moe_reference, layer, tables, x, expert_ids, expert_weights, token_slot, slots, spare_experts)
 
 
 def _run(
@@ -236,10 +240,11 @@ def _run(
     expert_weights: torch.Tensor,
     token_slot: torch.Tensor | None,
     slots: int,
+    spare_experts: int,
 ) -> Outcome:
     device = tables.memory.device
     token_slot = zero_slots(len(x)) if token_slot is None else token_slot
-    stats = RoutingStats.zeros(slots, 2, layer.shape.experts, device)
+    stats = RoutingStats.zeros(slots, 2, layer.shape.experts + spare_experts, device)
     batch = (tensor.to(device) for tensor in (x, expert_ids, expert_weights, token_slot))
     out = call(*batch, **layer.arguments(tables, stats, layer_index=1))
     return Outcome(out.cpu(), RoutingStats(*(tensor.cpu() for tensor in stats)))

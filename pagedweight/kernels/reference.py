@@ -81,8 +81,9 @@ def fused_moe_reference(
             down_norms[group] = inner.norm(dim=-1)
             outputs[group] = functional.linear(to_stored_order(inner), down_weight)
 
+    chosen = (expert_ids >= 0) & (expert_ids < experts)
     routing_reference(
-        expert_ids,
+        torch.where(chosen, expert_ids, -1),  # the statistics may hold more experts than this layer has
         expert_weights,
         token_slot,
         inputs.norm(dim=-1),
@@ -90,7 +91,6 @@ def fused_moe_reference(
         RoutingStats(mass, counts, features),
         layer_index,
     )
-    chosen = (expert_ids >= 0) & (expert_ids < experts)
     weights = torch.where(chosen, expert_weights.float(), 0.0)
     return (outputs.view(tokens, per_token, hidden) * weights[..., None]).sum(1).to(x.dtype)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional
 
 from pagedweight.layout import RoutingStats
 
@@ -204,8 +205,12 @@ def launch_routing(
     stats: RoutingStats,
     layer_index: int,
 ) -> None:
-    """Adds one batch to the statistics; see routing_reference. down_squares: fp32 (T * A, tiles) partial sums."""
+    """Adds one batch to the statistics; see routing_reference. down_squares: fp32 (T * A, tiles) partial sums.
+
+    The statistics may hold more experts than were grouped: another layer of the model may have more.
+    """
     slots, layers, experts = stats.mass.shape
+    grouping = _with_empty_groups(grouping, experts - len(grouping.first))
     _routing_kernel[(experts, slots)](
         weights_ptr=expert_weights,
         slot_ptr=token_slot,
@@ -226,3 +231,11 @@ def launch_routing(
         BLOCK=64,
         SQUARE_TILES=triton.next_power_of_2(down_squares.shape[1]),
     )
+
+
+def _with_empty_groups(grouping: Grouping, count: int) -> Grouping:
+    """The grouping with `count` more experts that got no pair: every program of the statistics reads its range."""
+    if not count:
+        return grouping
+    first, last = (functional.pad(ends, (0, count)) for ends in (grouping.first, grouping.last))
+    return grouping._replace(first=first, last=last)

@@ -123,6 +123,20 @@ def test_case_8_any_number_of_experts(experts, per_token):
     assert_close(run_kernel(layer, tables, x, ids, weights).out, run_twin(layer, tables, x, ids, weights).out)
 
 
+@pytest.mark.parametrize("run", [run_kernel, run_twin])
+def test_statistics_may_hold_more_experts_than_the_layer(run):
+    layer = make_layer(3, 64, 32, (2, 3))
+    tables = layer.place(draw_bits(layer))
+    ids, weights = draw_routing(6, 3, 2)
+    ids[0, 0], ids[1, 1] = 4, 3  # experts that only another layer of the model has
+    x = draw_tokens(6, 64)
+    exact, roomy = run(layer, tables, x, ids, weights), run(layer, tables, x, ids, weights, spare_experts=2)
+    assert torch.equal(roomy.out, exact.out)
+    for here, there in zip(roomy.stats, exact.stats, strict=True):
+        assert torch.equal(here[:, :, :3], there)
+        assert not here[:, :, 3:].any()
+
+
 def test_case_10_expert_ids_above_255():
     layer = make_layer(300, 32, 32, (2,))
     ids = 256 + draw_routing(2, 44, 10)[0]
