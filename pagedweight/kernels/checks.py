@@ -15,25 +15,32 @@ def check_arguments(
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
     token_slot: torch.Tensor,
-    tables: BlockTables,
-    stats: RoutingStats,
+    bits: torch.Tensor,
+    frame_address: torch.Tensor,
+    table_address: torch.Tensor,
+    memory: torch.Tensor,
+    mass: torch.Tensor,
+    counts: torch.Tensor,
+    features: torch.Tensor,
+    layer_index: int,
     first_row: int,
     experts: int,
+    intermediate: int,
+    frame_bytes: int,
     activation: str,
+    widths: list[int],
 ) -> None:
-    """ValueError, in one sentence, for the first argument that does not fit the others."""
+    """ValueError, in one sentence, for the first of fused_moe's arguments that does not fit the others."""
+    tables, stats = BlockTables(bits, frame_address, table_address, memory), RoutingStats(mass, counts, features)
     _check_batch(x, expert_ids, expert_weights, token_slot)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; supported are {', '.join(ACTIVATIONS)}")
     if expert_ids.shape[1] > experts:
         raise ValueError(f"expert_ids name {expert_ids.shape[1]} experts per token, but the layer has {experts}")
-    if first_row + 2 * experts > len(tables.bits):
-        raise ValueError(
-            f"rows {first_row} to {first_row + 2 * experts} are beyond the {len(tables.bits)} rows of the tables"
-        )
-    if stats.mass.shape[2] < experts:
-        raise ValueError(f"statistics hold {stats.mass.shape[2]} experts; the layer has {experts}")
+    if first_row < 0 or first_row + 2 * experts > len(bits):
+        raise ValueError(f"rows {first_row} to {first_row + 2 * experts} are beyond the {len(bits)} rows of the tables")
     _check_tensors(x.device, tables, stats)
+    _check_room(stats, layer_index, experts)
 
 
 def _check_batch(
@@ -60,3 +67,16 @@ def _check_tensors(device: torch.device, tables: BlockTables, stats: RoutingStat
             raise ValueError(f"{name} is {tensor.dtype}; give a contiguous {expected[name]} tensor")
         if tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device} and x on {device}; keep a layer on one device")
+
+
+def _check_room(stats: RoutingStats, layer_index: int, experts: int) -> None:
+    _, layers, room = stats.mass.shape
+    if room < experts:
+        raise ValueError(f"statistics hold {room} experts; the layer has {experts}")
+    if not 0 <= layer_index < layers:
+        raise ValueError(f"layer_index is {layer_index}; statistics hold {layers} layers")
+    if stats.counts.shape != stats.mass.shape or stats.features.shape != (*stats.mass.shape, 2, 3):
+        raise ValueError(
+            f"counts is {tuple(stats.counts.shape)} and features {tuple(stats.features.shape)}; beside mass of "
+            f"{tuple(stats.mass.shape)} they must be of the same shape, and of that shape and (2, 3)"
+        )

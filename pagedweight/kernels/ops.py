@@ -5,11 +5,12 @@ The dispatcher chooses by device. Importing this module needs no Triton; launchi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from pagedweight.kernels.checks import check_arguments
 from pagedweight.kernels.reference import fused_moe_reference
-from pagedweight.layout import BlockTables, RoutingStats
 
 
 @torch.library.custom_op("pagedweight::fused_moe", mutates_args=("mass", "counts", "features"), device_types=("cuda",))
@@ -50,9 +51,7 @@ def fused_moe(
 
     Returns (T, H) in x.dtype. Raises ValueError when the arguments do not fit each other.
     """
-    tables, stats = BlockTables(bits, frame_address, table_address, memory), RoutingStats(mass, counts, features)
-    check_arguments(x, expert_ids, expert_weights, token_slot, tables, stats, first_row, experts, activation)
-    return launch_on_cuda(
+    arguments = (
         x,
         expert_ids,
         expert_weights,
@@ -72,46 +71,14 @@ def fused_moe(
         activation,
         widths,
     )
+    check_arguments(*arguments)
+    return launch_on_cuda(*arguments)
 
 
 @fused_moe.register_kernel("cpu")
-def _fused_moe_cpu(
-    x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    expert_weights: torch.Tensor,
-    token_slot: torch.Tensor,
-    bits: torch.Tensor,
-    frame_address: torch.Tensor,
-    table_address: torch.Tensor,
-    memory: torch.Tensor,
-    mass: torch.Tensor,
-    counts: torch.Tensor,
-    features: torch.Tensor,
-    layer_index: int,
-    first_row: int,
-    experts: int,
-    intermediate: int,
-    frame_bytes: int,
-    activation: str,
-    widths: list[int],
-) -> torch.Tensor:
-    tables, stats = BlockTables(bits, frame_address, table_address, memory), RoutingStats(mass, counts, features)
-    check_arguments(x, expert_ids, expert_weights, token_slot, tables, stats, first_row, experts, activation)
-    return fused_moe_reference(
-        x,
-        expert_ids,
-        expert_weights,
-        token_slot,
-        *tables,
-        *stats,
-        layer_index,
-        first_row,
-        experts,
-        intermediate,
-        frame_bytes,
-        activation,
-        widths,
-    )
+def _fused_moe_cpu(*arguments: Any) -> torch.Tensor:
+    check_arguments(*arguments)
+    return fused_moe_reference(*arguments)
 
 
 @fused_moe.register_fake

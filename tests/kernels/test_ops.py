@@ -8,7 +8,7 @@ import torch
 
 from pagedweight.kernels import ops
 from pagedweight.kernels.checks import check_arguments
-from pagedweight.layout import BlockTables, RoutingStats
+from pagedweight.layout import RoutingStats
 from tests.support import assert_close, draw_bits, draw_routing, draw_tokens, make_layer, zero_slots
 
 CPU = torch.device("cpu")
@@ -64,9 +64,14 @@ def test_case_95_registering_twice_is_harmless():
         ("token_slot", torch.zeros(5, dtype=torch.int64), "token_slot"),
         ("bits", torch.zeros(8), "bits is torch.float32"),
         ("first_row", 4, "beyond the 8 rows"),
+        ("first_row", -1, "beyond the 8 rows"),
+        ("layer_index", 1, "layer_index is 1; statistics hold 1 layers"),
+        ("layer_index", -1, "layer_index is -1"),
         ("experts", 1, "2 experts per token"),  # case 8
         ("mass", torch.zeros(1, 1, 3), "hold 3 experts"),
         ("counts", torch.zeros(1, 1, 8, dtype=torch.int32)[..., ::2], "contiguous"),
+        ("counts", torch.zeros(1, 1, 3, dtype=torch.int32), "of the same shape"),
+        ("features", torch.zeros(1, 1, 4, 2), "of the same shape"),
         ("activation", "relu", "activation is 'relu'"),
     ],
 )
@@ -78,11 +83,9 @@ def test_arguments_that_do_not_fit_are_refused(name, value, says):
 
 def test_tensors_on_another_device_are_refused():
     _, arguments = call()
-    tables = BlockTables(*(arguments[name] for name in BlockTables._fields))
-    stats = RoutingStats.zeros(1, 1, 4, "meta")
-    batch = [arguments[name] for name in ("x", "expert_ids", "expert_weights", "token_slot")]
+    arguments |= RoutingStats.zeros(1, 1, 4, "meta")._asdict()
     with pytest.raises(ValueError, match="mass is on meta and x on cpu"):
-        check_arguments(*batch, tables, stats, 0, 4, "silu")
+        check_arguments(**arguments)
 
 
 _WITHOUT_TRITON = """
