@@ -85,13 +85,14 @@ def _best_change(
     rows = np.arange(len(start))
     (before_bytes, before_damage), (at_bytes, at_damage) = steps.totals(broken - 1), steps.totals(broken)
     slope = (at_damage - before_damage) / (at_bytes - before_bytes)
-    more_bytes, more_damage = bytes_ - bytes_[base, rows], damage - damage[base, rows]
-    reduced = more_damage - slope * more_bytes
+    reduced = damage - slope * bytes_
+    reduced -= reduced[base, rows]
     reduced[base, rows] = np.inf
     nearest = reduced.min(axis=0)
     core = np.argpartition(nearest, _CORE_ROWS)[:_CORE_ROWS] if len(rows) > _CORE_ROWS else rows
     core = core[np.lexsort((core, nearest[core]))]
-    best, trail = _search(more_bytes[:, core], more_damage[:, core], reduced[:, core], slope, goal)
+    more_bytes, more_damage = (totals[:, core] - totals[base[core], core] for totals in (bytes_, damage))
+    best, trail = _search(more_bytes, more_damage, reduced[:, core], slope, goal)
     if best is None:
         return plain
     moves = _unwind(trail, best)
