@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pagedweight.bitplane import codebook_of, pack_codes, table_values, unpack_codes
 from pagedweight.layout import PackedBlock
-from pagedweight.quant.codebooks import SMOOTH_CODEBOOKS, fit_table, smooth_basis
+from pagedweight.quant.codebooks import FP16_MAX, SMOOTH_CODEBOOKS, fit_table, smooth_basis
 
 EVENNESS = 1.0  # 0.5 lowers 2-bit loss further, but on trained models not their KL, and 5 and 6 bits suffer
 LOSS_FLOOR = 1e-12  # of the weights' own energy: a width without loss does not outweigh all others
@@ -44,23 +44,14 @@ class _Stack(NamedTuple):
         return weight - self.values(bits).gather(-1, (self.codes >> (self.parent_width - bits)).long())
 
 
-def quadratic_loss(weight: Tensor, packed: PackedBlock, moment: Tensor) -> Tensor:
-    """tr(D H D^T) at every width, ascending, (W,) fp64. weight: (N, K); moment: (K, K), symmetric."""
-    stack = _unpack([packed])
-    losses = []
-    for bits in sorted(packed.tables):
-        error = stack.errors(weight.unsqueeze(0).float(), bits)[0].double()
-        losses.append(((error @ moment.double()) * error).sum())
-    return torch.stack(losses)
-
-
 def refine_stack(
     weight: Tensor, packed: Sequence[PackedBlock], moment: Tensor, *, sweeps: int = 0, evenness: float = EVENNESS
 ) -> list[PackedBlock]:
     """The linear-blocks with tables refitted to `moment` (sweeps = 0), or codes and tables in `sweeps` rounds.
 
-    weight: (E, N, K). packed: E blocks as `quantize_stack` makes them, on the weight's device. moment: (E, K, K) or
-    (1, K, K), symmetric and positive semi-definite. evenness: see `descend`. Equal inputs give equal bytes.
+    weight: (E, N, K); values beyond +-65504 (fp16) saturate. packed: E blocks as `quantize_stack` makes them, on the
+    weight's device. moment: (E, K, K) or (1, K, K), symmetric and positive semi-definite. evenness: see `descend`.
+    Equal inputs give equal bytes.
     ValueError when shapes do not fit or the moment is not finite.
     """
     experts, _, columns = weight.shape
@@ -72,7 +63,8 @@ def refine_stack(
     if not moment.isfinite().all():
         raise ValueError("the moment holds NaN or infinite values; leave out the tokens that caused them")
     size = moment.diagonal(dim1=1, dim2=2).mean(1).view(-1, 1, 1).double()
-    weight, moment = weight.float(), (moment / torch.where(size > 0, size, 1.0)).float()
+    weight = weight.float().clamp(-FP16_MAX, FP16_MAX)
+    moment = (moment / torch.where(size > 0, size, 1.0)).float()
     stack = _unpack(packed)
     for _ in range(sweeps):
         stack = refit(weight, stack, moment)
@@ -131,7 +123,7 @@ def _solve(system: Tensor, target: Tensor, table: Tensor, bits: int) -> Tensor:
     if codebook in SMOOTH_CODEBOOKS:
         basis = smooth_basis(codebook, bits).to(system.device)
         coefficients = torch.linalg.solve(basis.mT @ system @ basis, (target @ basis).unsqueeze(-1)).squeeze(-1)
-        return coefficients.to(table.dtype)
+        return coefficients.clamp(-FP16_MAX, FP16_MAX).to(table.dtype)
     return fit_table(codebook, own, torch.linalg.solve(system, target.unsqueeze(-1)).squeeze(-1))
 
 
