@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from pagedweight.bitplane import plane_words
+
 BLOCK_COLUMNS = 512
 BLOCK_WORDS = 16
 ROW_GROUP = 16
@@ -92,7 +94,7 @@ def to_device_order(planes: torch.Tensor, geometry: PlaneGeometry) -> torch.Tens
 
     Returns uint8 (..., frames * frame_bytes). Padding rows, columns and the unused end of each frame are zero.
     """
-    plain_words = -(-geometry.columns // 32)
+    plain_words = plane_words(geometry.columns)
     if planes.dtype != torch.int32 or planes.shape[-2:] != (geometry.rows, plain_words):
         raise ValueError(
             f"planes are {planes.dtype} {tuple(planes.shape)}; give int32 (..., {geometry.rows}, {plain_words})"
@@ -109,7 +111,7 @@ def from_device_order(pages: torch.Tensor, geometry: PlaneGeometry) -> torch.Ten
     page_bytes = geometry.frames * geometry.frame_bytes
     if pages.dtype != torch.uint8 or pages.shape[-1] != page_bytes:
         raise ValueError(f"pages are {pages.dtype} {tuple(pages.shape)}; give uint8 (..., {page_bytes})")
-    plain_words = -(-geometry.columns // 32)
+    plain_words = plane_words(geometry.columns)
     flat = pages.detach().contiguous().numpy().reshape(-1, page_bytes)
     planes = np.empty((len(flat), geometry.rows, 4 * plain_words), np.uint8)
     for plane, page in zip(planes, flat, strict=True):
@@ -163,7 +165,7 @@ def _read_frames(page: np.ndarray, geometry: PlaneGeometry) -> np.ndarray:
     for piece, first, last in _pieces(page, geometry):
         rows[:, first:last] = piece.reshape(len(rows), last - first)
     stored = np.unpackbits(rows[: geometry.rows], axis=1, bitorder="little")
-    bits = np.zeros((geometry.rows, 32 * -(-geometry.columns // 32)), np.uint8)
+    bits = np.zeros((geometry.rows, 32 * plane_words(geometry.columns)), np.uint8)
     # argsort of a permutation is its inverse; padding positions sort last.
     columns = np.argsort(stored_columns(geometry.columns))[: geometry.columns]
     bits[:, : geometry.columns] = np.take(stored, columns, axis=1)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from pagedweight.kernels.codes import add_product, operand_type, position_of
-from pagedweight.kernels.device_order import PlaneGeometry, plane_geometry
+from pagedweight.kernels.device_order import PlaneGeometry, plane_geometry, row_words
 from pagedweight.kernels.gates import gate_activation
 from pagedweight.kernels.launch import LaunchConfig, choose, shared_limit
 from pagedweight.kernels.permute import launch_permute
@@ -269,7 +269,7 @@ def _launch_gate_up(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(pairs, stored I) activations in stored order, padding unwritten; and (pairs, column tiles) sums of squares."""
     column_tiles = triton.cdiv(intermediate, launch.config.block_n // 2)
-    inner = stored.new_empty(pairs, -(-intermediate // 64) * 64)
+    inner = stored.new_empty(pairs, 32 * row_words(intermediate))
     squares = torch.empty(pairs, column_tiles, dtype=torch.float32, device=stored.device)
     _gate_up_kernel[(len(launch.grouping.tile_expert), column_tiles)](
         x_ptr=stored,

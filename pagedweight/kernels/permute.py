@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from pagedweight.kernels.codes import column_at
+from pagedweight.kernels.device_order import row_words
 
 
 @triton.jit
@@ -31,7 +32,7 @@ def _permute_kernel(
 def launch_permute(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(T, H) inputs in stored order, (T, 32 * words), zero at padding; and their fp32 2-norms (T,)."""
     tokens, columns = x.shape
-    stored = x.new_empty(tokens, -(-columns // 64) * 64)
+    stored = x.new_empty(tokens, 32 * row_words(columns))
     norms = torch.empty(tokens, dtype=torch.float32, device=x.device)
     _permute_kernel[(tokens,)](
         x_ptr=x,

@@ -14,6 +14,7 @@ from pagedweight.kernels.device_order import (
     stored_columns,
     to_device_order,
 )
+from tests.support import pack
 
 REAL_SHAPES = {
     "Qwen1.5-MoE-A2.7B": (2048, 1408),
@@ -25,10 +26,8 @@ shapes = st.tuples(st.integers(1, 70), st.integers(1, 1200))
 
 
 def random_planes(rows, columns, planes=2, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(0, 2, (planes, rows, columns), generator=generator)
-    padded = torch.nn.functional.pad(bits, (0, -columns % 32)).reshape(planes, rows, -1, 32)
-    return (padded << torch.arange(32)).sum(-1).to(torch.int64).to(torch.int32), bits
+    bits = torch.randint(0, 2, (planes, rows, columns), generator=torch.Generator().manual_seed(seed))
+    return torch.cat([pack(plane, 1) for plane in bits]), bits
 
 
 def geometry_of(rows, columns, groups):

@@ -14,7 +14,7 @@ def test_case_60_the_choice_fits_small_devices(shared_limit, element_bytes, expe
 
 
 @given(st.integers(1, 512), st.integers(0, 1 << 17), st.sampled_from([2, 4]), st.integers(16 * 1024, 1 << 18))
-def test_the_choice_is_legal_or_refused(experts, pairs, element_bytes, shared_limit):
+def test_every_device_with_16_kib_has_a_legal_choice(experts, pairs, element_bytes, shared_limit):
     assert is_legal(choose(experts, pairs, element_bytes, shared_limit), element_bytes, shared_limit)
 
 
