@@ -225,7 +225,7 @@ def print_table(log: list[dict[str, object]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "gpu_check.json")
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1), help="compiling processes")
@@ -248,6 +248,7 @@ def main() -> int:
         "failed": len(failed),
         "rows": log,
     }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n")
     print_table(log)
     for row in failed:
