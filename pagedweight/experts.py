@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from pagedweight.kernels.ops import fused_moe
+from pagedweight.kernels import ops
 from pagedweight.layout import BlockTables, MoeLayer, RoutingStats
 
 
@@ -87,7 +87,7 @@ class PagedExperts(nn.Module):
             raise ValueError(
                 f"hidden_states is {tuple(hidden_states.shape)}; this layer takes (T, {self.shape.hidden})"
             )
-        return fused_moe(
+        return ops.fused_moe(
             hidden_states,
             top_k_index,
             top_k_weights,

@@ -1,4 +1,5 @@
 import copy
+import importlib
 import pickle
 
 import pytest
@@ -6,6 +7,7 @@ import torch
 from torch import nn
 
 from pagedweight.experts import PagedExperts, TokenSlots
+from pagedweight.kernels import ops
 from pagedweight.layout import RoutingStats
 from tests.support import DEVICE, assert_close, draw_bits, draw_routing, draw_tokens, make_layer
 
@@ -40,6 +42,14 @@ def test_module_is_the_dense_layer():
     assert_close(torch.compile(module, backend="eager", fullgraph=True)(*inputs).cpu(), expected)
     with torch.inference_mode():
         assert_close(module(*inputs).cpu(), expected)
+
+
+def test_case_95_a_module_outlives_a_reload_of_the_ops():
+    _, module = paged_layer()
+    inputs = batch(6)
+    expected = module(*inputs)
+    importlib.reload(ops)
+    assert torch.equal(module(*inputs), expected)
 
 
 def test_statistics_go_to_each_tokens_slot():
