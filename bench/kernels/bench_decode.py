@@ -1,6 +1,6 @@
 """Times the decode path on one GPU: microseconds per MoE layer, checked against fp64 first.
 
-    python bench/kernels/bench_decode.py [--shapes qwen,...] [--out results.json]
+    python bench/kernels/bench_decode.py [--suite chosen] [--out results.json]
 
 Every figure is the median of CUDA-graph replays; a graph holds many calls whose experts differ, so that successive
 calls read weights that are not in L2. All that the op launches is inside.
@@ -23,7 +23,7 @@ import torch
 import triton
 from triton.runtime.jit import MockTensor
 
-from bench.kernels.decode_layers import SHAPES, GpuLayer, dense_output, routing
+from bench.kernels.decode_layers import GpuLayer, dense_output, routing
 from pagedweight.kernels.decode.config import DecodeConfig, ProductConfig
 from pagedweight.kernels.decode.launch import Launch, decode_launches
 
@@ -33,7 +33,16 @@ FORMATS = {
     "fast": ("lut8",) * 3 + ("affine",) * 4,
     "cubic": ("lut16",) * 3 + ("cubic",) * 4,
 }
-LABELS = {"2": (2,), "3": (3,), "4": (4,), "5": (5,), "6": (6,), "8": (8,), "mixed": (3, 4, 6), "all": (2, 3, 4, 5, 6, 7, 8)}
+LABELS = {
+    "2": (2,),
+    "3": (3,),
+    "4": (4,),
+    "5": (5,),
+    "6": (6,),
+    "8": (8,),
+    "mixed": (3, 4, 6),
+    "all": (2, 3, 4, 5, 6, 7, 8),
+}
 
 
 class Case(NamedTuple):
@@ -72,7 +81,7 @@ def case_launches(case: Case, config: DecodeConfig) -> list[Launch]:
 
 
 def compile_jobs(jobs: list[tuple[Case, DecodeConfig, int]]) -> list[str]:
-    """Compile in this process; returns what failed."""
+    """Compile in this process, all at once in many; returns what failed."""
     failures = []
     for case, config, index in jobs:
         launch = case_launches(case, config)[index]
@@ -133,13 +142,21 @@ def run_case(case: Case, layers: list[GpuLayer], records: list[dict]) -> None:
     for number, layer in enumerate(layers):
         layer.commit(widths, codebooks, number)
     count = call_count(case.tokens)
-    calls = [(layers[i % len(layers)], routing(layers[i % len(layers)], case.tokens, i, case.dtype)) for i in range(count)]
+    chosen = [layers[i % len(layers)] for i in range(count)]
+    calls = [(layer, routing(layer, case.tokens, i, case.dtype)) for i, layer in enumerate(chosen)]
     wanted = dense_output(calls[0][0], *calls[0][1][:3])
     floor = sum(layer.bytes_read(call[1]) for layer, call in calls) / count / READ_BYTES_PER_US
     best = None
     for config in case.configs:
-        record = {"shape": case.shape, "tokens": case.tokens, "bits": case.label, "codebooks": case.codebooks, "frames": case.frames,
-                  "config": describe(config), "floor_us": floor}  # fmt: skip
+        record = {
+            "shape": case.shape,
+            "tokens": case.tokens,
+            "bits": case.label,
+            "codebooks": case.codebooks,
+            "frames": case.frames,
+            "config": describe(config),
+            "floor_us": floor,
+        }
         try:
             out, launches = launches_of(*calls[0], widths, codebooks, config)
             out.fill_(float("nan"))
@@ -153,7 +170,7 @@ def run_case(case: Case, layers: list[GpuLayer], records: list[dict]) -> None:
                 record["error"] = float("nan")  # equal inputs must give equal bits
             prepared = [launches_of(*call, widths, codebooks, config)[1] for call in calls]
             record["us"] = graph_time(lambda p=prepared: [launch.run() for part in p for launch in part], count)
-        except Exception as error:  # noqa: BLE001 - a setting that does not run is a result
+        except Exception as error:
             record["failed"] = repr(error)[:300]
             if "illegal" in record["failed"]:
                 raise
@@ -170,7 +187,8 @@ def run_case(case: Case, layers: list[GpuLayer], records: list[dict]) -> None:
         ]
         parts = " ".join(f"{us:.1f}" for us in best["us_alone"])
         print(
-            f"{case.shape:8s} M={case.tokens:<3d} {case.label:5s} {case.codebooks:6s} {case.frames[0]} floor {floor:6.1f}  {best['us']:7.1f} us "
+            f"{case.shape:8s} M={case.tokens:<3d} {case.label:5s} {case.codebooks:6s} {case.frames[0]} "
+            f"floor {floor:6.1f}  {best['us']:7.1f} us "
             f"({100 * floor / best['us']:2.0f} %) [{parts}] err {best['error']:.1e}  {best['config']}",
             flush=True,
         )
@@ -180,7 +198,9 @@ def describe(config: DecodeConfig) -> str:
     def one(p: ProductConfig) -> str:
         return f"r{p.rows}c{p.chunks}k{p.splits}w{p.warps}s{p.stages}" + (f"m{p.registers}" if p.registers else "")
 
-    return f"t{config.tokens} {one(config.gate_up)} / {one(config.down)}" + (" int8" if config.int8 else "") + (" pdl" if config.early_launch else "")
+    marks = {"int8": config.int8, "prepared": config.prepared, "pdl": config.early_launch}
+    flags = "".join(f" {name}" for name, on in marks.items() if on)
+    return f"t{config.tokens} {one(config.gate_up)} / {one(config.down)}{flags}"
 
 
 def main(cases: list[Case], out: Path) -> None:
@@ -200,9 +220,10 @@ def main(cases: list[Case], out: Path) -> None:
         del layers
         torch.cuda.empty_cache()
 
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--suite", default="final")
+    parser.add_argument("--suite", default="chosen")
     parser.add_argument("--out", type=Path, default=Path("bench_decode.json"))
     arguments = parser.parse_args()
     from bench.tune import suite

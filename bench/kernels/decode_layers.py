@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from pagedweight.kernels.device_order import PlaneGeometry, choose_frame_bytes, plane_geometry, row_words, stored_columns
+from pagedweight.kernels.device_order import (
+    PlaneGeometry,
+    choose_frame_bytes,
+    plane_geometry,
+    row_words,
+    stored_columns,
+)
 
 SHAPES = {  # hidden, intermediate, experts, experts per token
     "qwen": (2048, 1408, 60, 4),
@@ -39,9 +45,7 @@ class GpuLayer:
         return cls(shape, "meta", frames, planes)
 
     @classmethod
-    def random(
-        cls, shape: str, seed: int, device: str = "cuda", frames: str = "framed", planes: int = 6
-    ) -> GpuLayer:
+    def random(cls, shape: str, seed: int, device: str = "cuda", frames: str = "framed", planes: int = 6) -> GpuLayer:
         """frames: "framed", or "whole" for one frame a plane."""
         layer = cls(shape, device, frames, planes)
         generator = torch.Generator(device).manual_seed(seed)

@@ -104,7 +104,7 @@ class Row(NamedTuple):
 _TWO_WARPS = ProductConfig(rows=16, warps=2)
 _WHOLE_ROWS = ProductConfig(rows=64, splits=4)  # up to four steps: each program takes one, and loads it in one go
 
-# The first row that serves is used. Measured on an H200, 2026-11: bench/results/h200_decode.json.
+# The first row that serves is used. Measured on an H200, 2026-11: bench/results/h200-decode.json.
 H200_ROWS = (
     # 64.6 against 79.1 us with 16-bit products and 83.3 with digits made in place, Mixtral, 4 bits.
     Row(
@@ -114,7 +114,7 @@ H200_ROWS = (
     # 15.4 against 16.7 us, Qwen, 6 bits; at 3 and 4 bits the other way round by 0.2 to 0.5.
     Row(DecodeConfig(_TWO_WARPS, _WHOLE_ROWS, tokens=1, int8=True), int8=True, most_tokens=1, least_widest=5),
     Row(DecodeConfig(ProductConfig(rows=8, chunks=2, warps=2), _WHOLE_ROWS, tokens=1), most_tokens=1),
-    # Decoding an expert once for eight tokens: 125 against 140 us, Qwen, 64 tokens, 6 bits; 162 against 183, Mixtral,
+    # Decoding an expert once for eight tokens: 125 against 146 us, Qwen, 64 tokens, 6 bits; 162 against 186, Mixtral,
     # 16 tokens, 3 bits. With 1.1 pairs an expert it loses: 99.9 against 74.0 us, Qwen, 16 tokens, 4 bits.
     Row(DecodeConfig(ProductConfig(), ProductConfig(rows=64), tokens=8, int8=True), int8=True,
     least_pairs_per_expert=4),

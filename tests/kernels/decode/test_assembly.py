@@ -85,7 +85,7 @@ def lut16_operands(entries: np.ndarray, bits: int, bf16: bool):
 def test_int8_bytes_come_from_the_stated_bits(bits, codebook):
     rng = np.random.default_rng(bits)
     # Four words of one row: operand registers hold byte i from word 4 m + i.
-    codes, planes = zip(*[word_pair(bits, rng) for _ in range(2)], strict=True)
+    _codes, planes = zip(*[word_pair(bits, rng) for _ in range(2)], strict=True)
     words = [[planes[w // 2][p][w % 2] for w in range(4)] for p in range(bits)]
     program = (selector_program if codebook == "lut8" else byte_program)(bits)[0]
     count = 16 if codebook == "lut8" and bits == 4 else 8
