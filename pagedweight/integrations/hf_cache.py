@@ -48,6 +48,7 @@ class ArenaLayer(CacheLayerMixin):
                     "reset() it or make a new cache with new_cache()"
                 )
 
+    @torch.compiler.disable(reason="a KV slab takes arena frames as it grows: compile without fullgraph")
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Store K and V (B, heads, S, head_dim); returns those that attention may see, new ones last."""
         self._check(key_states, value_states)

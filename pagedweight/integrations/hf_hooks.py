@@ -42,15 +42,18 @@ def add_boundary_hook(model: nn.Module, runtime: Boundary) -> RemovableHandle:
 class BeforeForward:
     """A pre-hook, since that sees what only the forward knows: how many tokens are new, which are padding, the cache.
 
-    Inside a compiled graph it does nothing, since nothing may move there; generate does not compile with an ArenaCache.
+    A compiled model runs it too, as ordinary Python between graphs; an exported one has no boundaries.
     """
 
     def __init__(self, runtime: Boundary) -> None:
         self._runtime = runtime
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if torch.compiler.is_compiling():
-            return
+        if not torch.compiler.is_exporting():
+            self._boundary(args, kwargs)
+
+    @torch.compiler.disable(reason="pages move between graphs, not inside one: compile without fullgraph")
+    def _boundary(self, args: tuple, kwargs: dict) -> None:
         runtime = self._runtime
         shape = new_tokens(args, kwargs)
         if shape is None:

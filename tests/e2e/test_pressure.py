@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 import pagedweight
 from pagedweight import RuntimeConfig
 from pagedweight.runtime.frames import OutOfFrames
-from tests.hf_models import FAMILIES, DenseReference, quantized_folder, tokens
+from tests.hf_models import FAMILIES, DenseReference, mixtral_m8, quantized_folder, tokens
 
 BLOCK_TOKENS = 4
 NEW_TOKENS = 56
@@ -155,6 +155,22 @@ def test_a_sequence_that_cannot_fit_ends_in_a_sentence_and_the_rest_goes_on() ->
         model.pagedweight.boundary()
     assert model.pagedweight.snapshot().mean_bits == 6
     assert model.generate(tokens(1, 5), past_key_values=cache, max_new_tokens=3, do_sample=False).shape == (1, 8)
+
+
+def test_a_compiled_model_has_boundaries_and_a_growing_cache() -> None:
+    ids = tokens(1, 9)
+    logits, steps = [], []
+    for wrap in (lambda model: model, lambda model: torch.compile(model, backend="eager")):
+        model = mixtral_m8(num_hidden_layers=1, num_local_experts=2, num_experts_per_tok=1, intermediate_size=32)
+        pagedweight.patch(model, config=RuntimeConfig(budget_bytes=2**20))
+        called, cache = wrap(model), model.pagedweight.new_cache()
+        with torch.no_grad():
+            logits.append([called(part, past_key_values=cache).logits for part in (ids, ids[:, :1])])
+        steps.append((model.pagedweight.snapshot().step, cache.held_bytes))
+    for eager, compiled in zip(*logits, strict=True):
+        torch.testing.assert_close(compiled, eager)
+    assert steps[0] == steps[1]
+    assert steps[0][0] == 2
 
 
 def test_two_caches_share_the_arena() -> None:
