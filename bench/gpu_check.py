@@ -94,6 +94,7 @@ def check_case(layer: GpuLayer, tokens: int, per_token: int, label: str) -> list
 
 
 def check_baseline(layer: GpuLayer, tokens: int, per_token: int) -> dict[str, object]:
+    """One row of results for plain bf16 weights at one batch size."""
     batch = draw_batch(layer, tokens, per_token, seed=tokens)
     x = batch.x.bfloat16()
     errors = Errors.of(dense_baseline(layer, x, batch.ids, batch.weights), dense_output(layer, batch))
@@ -158,6 +159,7 @@ def check_statistics(layer: GpuLayer, tokens: int, per_token: int) -> dict[str, 
 
 
 def check_model(name: str, batches: tuple[int, ...], log: list[dict[str, object]]) -> None:
+    """Every check of one model, added to the log; weights are drawn on the device once."""
     shape, per_token = MODELS[name]
     layer = GpuLayer(name, shape, WIDTHS)
     for label in (*map(str, WIDTHS), "mixed"):
@@ -198,6 +200,7 @@ def compile_all(models: list[str], workers: int) -> None:
 
 
 def print_table(log: list[dict[str, object]]) -> None:
+    """The log in words, by model: worst errors, milliseconds, and the outcome of each check."""
     for model in MODELS:
         rows = [row for row in log if row["model"] == model]
         print(f"\n{model}: worst relative error over all widths (norm, largest); then ms per layer by widths")

@@ -12,7 +12,7 @@ from pagedweight.layout import BlockTables, MoeLayer, Projection, RoutingStats
 
 
 class Batch(NamedTuple):
-    """x: (T, H) fp32 values that bf16 and fp16 hold exactly; ids: int64 (T, A); weights: fp32 (T, A)."""
+    """x: (T, H) fp32, exact in bf16 and fp16 too. ids: int64 (T, A). weights: fp32 (T, A). slot: int32 (T,)."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -24,7 +24,10 @@ class Batch(NamedTuple):
 
 
 class GpuLayer:
-    """Every frame holds random bytes from the start, so a frame address is a plane and moving it changes weights."""
+    """One MoE layer's tables and statistics on a device, with `set_bits` to commit widths.
+
+    Every frame holds random bytes from the start, so a frame address is a plane and moving it changes weights.
+    """
 
     def __init__(self, name: str, shape: MoeLayer, widths: tuple[int, ...], device: str = "cuda") -> None:
         self.name, self.shape, self.widths = name, shape, widths
@@ -49,6 +52,7 @@ class GpuLayer:
         self.stats = RoutingStats.zeros(1, 1, shape.experts, device)
 
     def mixed_bits(self, seed: int) -> torch.Tensor:
+        """(2E,) committed widths, any supported one for each linear-block."""
         generator = torch.Generator().manual_seed(seed)
         return torch.tensor(self.widths)[
             torch.randint(0, len(self.widths), (2 * self.shape.experts,), generator=generator)
@@ -77,6 +81,7 @@ class GpuLayer:
         self.retired = order[taken:]
 
     def poison_retired_frames(self) -> None:
+        """Ones in every frame that no committed plane is in."""
         self.tables.memory.view(-1, self.frame_bytes)[self.retired] = 0xFF
 
     def blocks(self, projection: Projection, experts: range) -> torch.Tensor:
@@ -106,6 +111,7 @@ class GpuLayer:
             tensor.zero_()
 
     def arguments(self, x: torch.Tensor, batch: Batch) -> dict[str, object]:
+        """The keyword arguments of fused_moe for a batch whose inputs are `x`."""
         return {
             "x": x,
             "expert_ids": batch.ids,
@@ -123,6 +129,7 @@ class GpuLayer:
         }
 
     def expected_statistics(self, batch: Batch) -> RoutingStats:
+        """What one batch adds to statistics that begin at zero, with norms in fp64."""
         norms = torch.zeros(batch.ids.shape, dtype=torch.float64, device=batch.x.device)
         dense_output(self, batch, norms)
         stats = RoutingStats.zeros(1, 1, self.shape.experts, batch.x.device)
@@ -131,6 +138,7 @@ class GpuLayer:
 
 
 def draw_batch(layer: GpuLayer, tokens: int, per_token: int, seed: int) -> Batch:
+    """Normal inputs, distinct experts for each token, weights that sum to 1; all in request slot 0."""
     device = layer.tables.memory.device
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randn(tokens, layer.shape.hidden, device=device, generator=generator).bfloat16().float()

@@ -162,7 +162,10 @@ class Checkpoint:
         return checkpoint
 
     def plane(self, block: BlockId, plane: int) -> Tensor:
-        """One page, (N, ceil(K / 32)) int32 that holds uint32 words; plane 0 is the most significant bit."""
+        """One page, (N, ceil(K / 32)) int32 that holds uint32 words; plane 0 is the most significant bit.
+
+        CheckpointError when it cannot be read.
+        """
         return self._tensor(block, f"plane{plane}").view(torch.int32)
 
     def planes(self, block: BlockId) -> Tensor:
@@ -170,11 +173,11 @@ class Checkpoint:
         return torch.stack([self.plane(block, plane) for plane in range(self.layout.parent_width)])
 
     def table(self, block: BlockId, bits: int) -> Tensor:
-        """The table of one width in the form of `pagedweight.bitplane.table_values`."""
+        """One width's table as `pagedweight.bitplane.table_values` takes it; KeyError for an unsupported width."""
         return join_table([self._tensor(block, suffix) for suffix in table_parts(self.layout.codebooks[bits], bits)])
 
     def block(self, block: BlockId) -> PackedBlock:
-        """A whole linear-block."""
+        """A whole linear-block; KeyError when the layout has none such."""
         columns = self._shapes[self.layout.row(block)][1]
         return PackedBlock(self.planes(block), {bits: self.table(block, bits) for bits in self.layout.widths}, columns)
 

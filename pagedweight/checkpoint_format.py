@@ -154,6 +154,7 @@ def _warn_of_unknown(names: set[str], path: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
+    """Hex SHA-256 of a whole file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -1,3 +1,7 @@
+"""PagedExperts as a module: the dense layer's answers, no state of its own to move, copy or save; and request slots."""
+
+from __future__ import annotations
+
 import copy
 import importlib
 import pickle

@@ -1,3 +1,7 @@
+"""The shared vocabulary: rows number the linear-blocks in order, and impossible layouts are refused."""
+
+from __future__ import annotations
+
 import pytest
 import torch
 from hypothesis import given

@@ -14,7 +14,7 @@ WEIGHT_FLOOR = 1e-6  # of the row's largest importance: weights of importance 0 
 
 
 class SortedRows(NamedTuple):
-    """Rows in ascending order with their prefix sums. R rows of K values.
+    """Rows in ascending order with their prefix sums.
 
     values: (R, K) fp64. weights: (R, K) fp64, positive. order: (R, K) int64, the column of each sorted value.
     weight_sums, value_sums: (R, K + 1) fp64, sums of w and w x over the first i values.
@@ -30,6 +30,7 @@ class SortedRows(NamedTuple):
 
 
 def prefix_sums(values: Tensor) -> Tensor:
+    """(R, K + 1): the sums of the first i of K values of each row."""
     return torch.nn.functional.pad(values.cumsum(1), (1, 0))
 
 

@@ -1,3 +1,7 @@
+"""Decoding inside kernels: stored positions are the device order's, and weights are the tables' entries."""
+
+from __future__ import annotations
+
 import pytest
 import torch
 import triton

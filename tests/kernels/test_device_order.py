@@ -1,3 +1,7 @@
+"""The device order: invertible, each bit where the definition says, padding zero when written and ignored when read."""
+
+from __future__ import annotations
+
 from collections import Counter
 
 import pytest

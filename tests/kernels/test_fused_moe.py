@@ -1,3 +1,7 @@
+"""The grouped kernels against the twin: any routing, widths and shapes, among garbage, on views and in long batches."""
+
+from __future__ import annotations
+
 import os
 import subprocess
 import sys

@@ -1,3 +1,7 @@
+"""Launch settings: every choice fits its device, and impossible settings are refused."""
+
+from __future__ import annotations
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,3 +1,7 @@
+"""The registered op: the twin on the CPU, arguments that do not fit refused, Triton needed for CUDA alone."""
+
+from __future__ import annotations
+
 import importlib
 import subprocess
 import sys

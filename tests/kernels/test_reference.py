@@ -1,3 +1,7 @@
+"""The twins against plain loops, and statistics that one bad token cannot spoil."""
+
+from __future__ import annotations
+
 import pytest
 import torch
 from hypothesis import given

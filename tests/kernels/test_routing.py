@@ -1,3 +1,7 @@
+"""Token grouping and routing statistics on the device against their twins."""
+
+from __future__ import annotations
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
