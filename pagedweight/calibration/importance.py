@@ -13,7 +13,7 @@ from pagedweight.layout import BlockId, Projection
 
 # An expert's own figures weigh as much as its layer's after this many routed tokens.
 PRIOR_TOKENS = 32
-POOLED_SHARE = 0.9  # of the layer's correlations in gate_up's second moment; the rest is its diagonal
+POOLED_SHARE = 0.9  # an expert's tokens are a selection of its layer's, so the layer's correlations count for less
 
 
 class Importance(NamedTuple):
@@ -38,21 +38,27 @@ class Importance(NamedTuple):
     def second_moment(self, expert: int) -> Tensor:
         """fp32 (K, K), symmetric, trace 1, diagonal `columns`: what row errors are weighed with beyond Eq. (2).
 
-        Without second moments it is the diagonal alone. gate_up takes its layer's correlations; down its own, shrunk
-        to the diagonal while the expert has seen few tokens beside K.
+        Without second moments it is the diagonal alone. The expert's own correlations count by its tokens beside K;
+        the rest are its layer's in gate_up, whose input all experts share, and none in down.
         """
         diagonal = self.columns[expert]
         if self.moments is None:
             return torch.diag(diagonal)
-        pooled = self.projection is Projection.GATE_UP
-        tokens = int(self.counts[expert])
-        share = POOLED_SHARE if pooled else tokens / (tokens + len(diagonal))
-        moment = self.moments[0 if pooled else expert]
-        scale = moment.diagonal().clamp_min(torch.finfo(torch.float32).tiny).rsqrt()
+        own = len(self.moments) == len(self.counts)
+        tokens = int(self.counts[expert]) if own else 0
+        trust = tokens / (tokens + len(diagonal))
+        mixed = trust * _correlation(self.moments[expert]) if own else torch.zeros_like(self.moments[0])
+        if self.projection is Projection.GATE_UP:
+            mixed += (1 - trust) * POOLED_SHARE * _correlation(self.moments.sum(0))
         root = diagonal.sqrt()
-        mixed = share * (root * scale)[:, None] * moment * (root * scale)
+        mixed *= root[:, None] * root
         mixed.diagonal().copy_(diagonal)
         return mixed
+
+
+def _correlation(moment: Tensor) -> Tensor:
+    scale = moment.diagonal().clamp_min(torch.finfo(torch.float32).tiny).rsqrt()
+    return scale[:, None] * moment * scale
 
 
 class BlockImportance(Mapping[BlockId, Tensor]):

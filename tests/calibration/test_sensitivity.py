@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import pagedweight
 from pagedweight.calibration.importance import BlockImportance, cold_blocks, layer_importance, routing_mass
 from pagedweight.calibration.sensitivity import Sensitivity, measure_sensitivity
-from pagedweight.calibration.statistics import Statistics
+from pagedweight.calibration.statistics import LayerSums, Statistics
 from pagedweight.layout import BlockId, MoeLayer, Projection
 from tests.calibration.support import (
     WIDTHS,
@@ -44,13 +44,16 @@ def measured(model, packed, statistics: Statistics, form: str = "quadratic") -> 
     return measure_sensitivity(layout_of(model), modules, statistics, packed.__getitem__, form=form)
 
 
-@given(st.lists(st.integers(0, 3), min_size=4, max_size=4).filter(any), st.integers(0, 5))
-def test_importance_is_finite_for_any_coverage(tokens_by_expert: list[int], seed: int) -> None:
+@given(st.lists(st.integers(0, 3), min_size=4, max_size=4).filter(any), st.integers(0, 5), st.booleans())
+def test_importance_is_finite_for_any_coverage(tokens_by_expert: list[int], seed: int, pooled: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
     experts = torch.nn.Module()
     experts.down_proj = torch.nn.Parameter(torch.zeros(4, 5, 3))
     statistics = Statistics.zeros([MoeLayer(0, 4, 5, 3)], [experts])
+    if pooled:
+        statistics.layers = (LayerSums.zeros(MoeLayer(0, 4, 5, 3), torch.device("cpu"), 8, own_moment_bytes=0),)
     layer = statistics.layers[0]
+    assert len(layer.blocks[0].moment) == (1 if pooled else 4)
     for expert, count in enumerate(tokens_by_expert):
         layer.mass[expert], layer.counts[expert] = 0.25 * count, count
         for projection, (n, k) in enumerate([(6, 5), (5, 3)]):
@@ -84,6 +87,16 @@ def test_equation_2_is_literal_where_tokens_are_many(model, packed) -> None:
         for w, bits in enumerate(WIDTHS):
             expected = 0.5 * (fisher * error_of(model, block, packed[block], bits).double() ** 2).sum() / 512
             assert s[layout_of(model).row(block), w] == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_second_moments_are_the_experts_own_where_tokens_are_many(model) -> None:
+    statistics = statistics_of(model, batch(4, 32))
+    for layer in statistics.layers:
+        layer.counts.mul_(10**9)
+    for projection in Projection:
+        sums = statistics.layers[0].blocks[projection]
+        moment = layer_importance(statistics, 0)[projection].second_moment(3)
+        torch.testing.assert_close(moment, sums.moment[3] / sums.total[3].float(), rtol=1e-3, atol=1e-7)
 
 
 def test_forms_agree_where_inputs_are_uncorrelated(model, packed) -> None:
