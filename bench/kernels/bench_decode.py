@@ -25,7 +25,7 @@ from triton.runtime.jit import MockTensor
 
 from bench.kernels.decode_layers import GpuLayer, dense_output, routing
 from pagedweight.kernels.decode.config import DecodeConfig, ProductConfig
-from pagedweight.kernels.decode.launch import Launch, decode_launches
+from pagedweight.kernels.decode.launches import Call, Launch, decode_launches
 
 READ_BYTES_PER_US = 4.25e6  # one launch that reads 170 MB, launch included
 FORMATS = {
@@ -56,12 +56,10 @@ class Case(NamedTuple):
 
 
 def launches_of(layer, call, widths, codebooks, config):
-    x, ids, weights, slots = call
-    return decode_launches(
-        x, ids, weights, slots, layer.bits, layer.frame_address, layer.table_address, layer.mass, layer.counts,
-        layer.features, 0, 0, layer.experts, layer.intermediate, layer.frame_bytes, "silu", widths, codebooks, config,
-        True,
-    )  # fmt: skip
+    tables = (layer.bits, layer.frame_address, layer.table_address)
+    stats = (layer.mass, layer.counts, layer.features)
+    sizes = (0, 0, layer.experts, layer.intermediate, layer.frame_bytes)
+    return decode_launches(Call(*call, *tables, *stats, *sizes, "silu", widths, codebooks, config, True))
 
 
 def codebooks_of(name: str, widths: tuple[int, ...]) -> tuple[str, ...]:

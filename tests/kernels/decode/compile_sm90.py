@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pagedweight.kernels.decode.config import Hardware, Workload, choose
-from pagedweight.kernels.decode.launch import Launch, decode_launches
+from pagedweight.kernels.decode.launches import Call, Launch, decode_launches
 from pagedweight.kernels.device_order import choose_frame_bytes, plane_geometry
 
 H200 = Hardware(232448, True)
@@ -48,7 +48,8 @@ def launches(tokens: int, widths: tuple[int, ...], codebooks: tuple[str, ...]) -
         empty(1, 1, 60, 2, 3, dtype=torch.float32),
     )
     config = choose(work, H200)
-    return decode_launches(*arguments, 0, 0, 60, 1408, frame_bytes, "silu", widths, codebooks, config, True)[1]
+    call = Call(*arguments, 0, 0, 60, 1408, frame_bytes, "silu", widths, codebooks, config, True)
+    return decode_launches(call)[1]
 
 
 def compiled(launch: Launch) -> dict[str, object]:

@@ -1,0 +1,255 @@
+"""A call of the decode path as launches: two to four kernels with their arguments, and the scratch they share."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+
+from pagedweight.kernels.decode.config import (
+    GENERIC,
+    DecodeConfig,
+    Hardware,
+    ProductConfig,
+    Workload,
+    check_codebooks,
+    choose,
+    problem,
+)
+from pagedweight.kernels.decode.digits import SEGMENT, _quantize_h_kernel
+from pagedweight.kernels.decode.down import _down_kernel
+from pagedweight.kernels.decode.gate_up import _gate_up_kernel
+from pagedweight.kernels.decode.prepare import _prepare_kernel
+from pagedweight.kernels.decode.slots import PLAN_HEADER
+from pagedweight.kernels.device_order import plane_geometry
+
+
+class Call(NamedTuple):
+    """The arguments of `launch_decode_moe`, without the arena: the addresses point into it."""
+
+    x: torch.Tensor
+    expert_ids: torch.Tensor
+    expert_weights: torch.Tensor
+    token_slot: torch.Tensor
+    bits: torch.Tensor
+    frame_address: torch.Tensor
+    table_address: torch.Tensor
+    mass: torch.Tensor
+    counts: torch.Tensor
+    features: torch.Tensor
+    layer_index: int
+    first_row: int
+    experts: int
+    intermediate: int
+    frame_bytes: int
+    activation: str
+    widths: tuple[int, ...]
+    codebooks: tuple[str, ...] | None = None
+    config: DecodeConfig | None = None
+    use_ptx: bool | None = None
+
+
+class Launch(NamedTuple):
+    """One kernel launch; arguments by name."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+
+    def run(self) -> None:
+        self.kernel[self.grid](**self.arguments)
+
+
+def decode_launches(call: Call) -> tuple[torch.Tensor, list[Launch]]:
+    """(the output, the launches that fill it), in order; ValueError when the settings cannot run."""
+    launches = _Launches(_resolved(call))
+    order = [launches.gate_up(), launches.down()]
+    if launches.planned:
+        order.insert(0, launches.prepare())
+        if launches.config.int8:
+            order.insert(2, launches.quantize_h())
+    if launches.config.early_launch:
+        for launch in order[1:]:
+            launch.arguments["launch_pdl"] = True
+    return launches.out, order
+
+
+def _resolved(call: Call) -> Call:
+    """The call with its defaults filled in, checked."""
+    widths = tuple(call.widths)
+    codebooks = ("lut16",) * len(widths) if call.codebooks is None else tuple(call.codebooks)
+    check_codebooks(widths, codebooks)
+    (tokens, hidden), choices = call.x.shape, call.expert_ids.shape[1]
+    work = Workload(tokens, choices, call.experts, hidden, call.intermediate, widths, codebooks)
+    hardware = _hardware(call.x)
+    config = choose(work, hardware) if call.config is None else call.config
+    reason = problem(config, work, hardware)
+    if reason is not None:
+        raise ValueError(reason)
+    return call._replace(
+        x=call.x.contiguous(),
+        expert_ids=call.expert_ids.contiguous(),
+        expert_weights=call.expert_weights.contiguous(),
+        widths=widths,
+        codebooks=codebooks,
+        config=config,
+        use_ptx=_has_ptx(call.x) if call.use_ptx is None else call.use_ptx,
+    )
+
+
+def _hardware(x: torch.Tensor) -> Hardware:
+    if not x.is_cuda or torch.version.hip is not None:
+        return GENERIC
+    properties = torch.cuda.get_device_properties(x.device)
+    return Hardware(properties.shared_memory_per_block_optin, properties.major >= 9)
+
+
+def _has_ptx(x: torch.Tensor) -> bool:
+    return (
+        x.is_cuda
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        and not isinstance(_gate_up_kernel, InterpretedFunction)
+    )
+
+
+def _settings(product: ProductConfig) -> dict[str, int]:
+    settings = {
+        "ROWS": product.rows,
+        "CHUNKS": product.chunks,
+        "STAGES": product.stages,
+        "WARPS": product.warps,
+        "num_warps": product.warps,
+    }
+    return settings if product.registers is None else settings | {"maxnreg": product.registers}
+
+
+class _Digits:
+    """Room for the int8 digits of a matrix's rows; next to none where they are not used."""
+
+    def __init__(self, x: torch.Tensor, orders: int, used: bool) -> None:
+        self.row = 512 * triton.cdiv(x.shape[1], 512)
+        self.segments = triton.cdiv(self.row, SEGMENT.value)
+        rows, row = (len(x), self.row) if used else (1, 1)
+        self.digits = torch.empty((rows, orders, 2, row), dtype=torch.int8, device=x.device)
+        self.scales = torch.empty((rows, 2), dtype=torch.float32, device=x.device)
+
+    def arguments(self) -> dict[str, torch.Tensor]:
+        return {"digits_ptr": self.digits, "scales_ptr": self.scales}
+
+
+class _Launches:
+    """The launches of one resolved call, over scratch of its own."""
+
+    def __init__(self, call: Call) -> None:
+        self.call, self.config = call, call.config
+        self.tokens, self.hidden = call.x.shape
+        self.choices = call.expert_ids.shape[1]
+        self.pairs = self.tokens * self.choices
+        self.planned = self.tokens > 1 or self.config.prepared
+        self.slots = min(self.pairs, call.experts + self.pairs // self.config.tokens)
+        self.down_tiles = triton.cdiv(self.hidden, self.config.down.rows)
+        # Digit orders of the widths: codes that are looked up, codes that are numbers.
+        self.orders = tuple(sorted({int(codebook == "affine") for codebook in call.codebooks}))
+        self.out = torch.empty_like(call.x)
+        self.h = call.x.new_empty((self.pairs, call.intermediate))
+        digits = self.config.int8 and self.planned
+        self.x_digits = _Digits(call.x, len(self.orders), digits)
+        self.h_digits = _Digits(self.h, len(self.orders), digits)
+
+    @cached_property
+    def common(self) -> dict[str, Any]:
+        """What the launches before the products take too."""
+        plan = (self.slots, PLAN_HEADER.value + self.config.tokens) if self.planned else (1, 1)
+        return {
+            "ids_ptr": self.call.expert_ids,
+            "plan_ptr": self._integers(plan),
+            "tokens": self.tokens,
+            "EXPERTS": self.call.experts,
+            "CHOICES": self.choices,
+            "TOKENS": self.config.tokens,
+            "ORDERS": self.orders,
+            "INT8": self.config.int8,
+            "PDL": self.config.early_launch,
+        }
+
+    @cached_property
+    def products(self) -> dict[str, Any]:
+        """What both products take."""
+        call = self.call
+        return self.common | {
+            "h_ptr": self.h,
+            "out_ptr": self.out,
+            "weights_ptr": call.expert_weights,
+            "slot_ptr": call.token_slot,
+            "bits_ptr": call.bits,
+            "frame_ptr": call.frame_address,
+            "table_ptr": call.table_address,
+            "features_ptr": call.features,
+            "arrivals_ptr": self._integers((self.tokens, self.down_tiles)),
+            "first_row": call.first_row,
+            "layer": call.layer_index,
+            "layers": call.mass.shape[1],
+            "counted_experts": call.mass.shape[2],
+            "HIDDEN": self.hidden,
+            "INTERMEDIATE": call.intermediate,
+            "PADDED": triton.next_power_of_2(self.choices),
+            "PLANES": call.frame_address.shape[1],
+            "PLANE_FRAMES": call.frame_address.shape[2],
+            "WIDTHS": call.widths,
+            "CODEBOOKS": call.codebooks,
+            "PLANNED": self.planned,
+            "PTX": call.use_ptx,
+        }
+
+    def prepare(self) -> Launch:
+        experts = self.call.experts
+        arguments = self.common | self.x_digits.arguments()
+        arguments |= {
+            "x_ptr": self.call.x,
+            "slot_count": self.slots,
+            "HIDDEN": self.hidden,
+            "PAIRS": triton.next_power_of_2(self.pairs),
+            "SLOTS": triton.next_power_of_2(self.slots),
+            "BINS": triton.next_power_of_2(experts + 1),
+            "ROW": self.x_digits.row,
+        }
+        quantizing = self.tokens * self.x_digits.segments if self.config.int8 else 0
+        return Launch(_prepare_kernel, (experts + quantizing,), arguments)
+
+    def gate_up(self) -> Launch:
+        call, product = self.call, self.config.gate_up
+        arguments = self.products | self.x_digits.arguments() | _settings(product)
+        arguments |= {
+            "x_ptr": call.x,
+            "mass_ptr": call.mass,
+            "counts_ptr": call.counts,
+            "ARRIVALS": self.down_tiles,
+            "FRAME_ROWS": plane_geometry(2 * call.intermediate, self.hidden, call.frame_bytes).rows_per_frame,
+            "ACTIVATION": call.activation,
+        }
+        programs = self.tokens + self.slots * triton.cdiv(call.intermediate, product.rows)
+        return Launch(_gate_up_kernel, (programs,), arguments)
+
+    def quantize_h(self) -> Launch:
+        arguments = {name: self.common[name] for name in ("ids_ptr", "EXPERTS", "ORDERS", "PDL")}
+        arguments |= self.h_digits.arguments()
+        arguments |= {"h_ptr": self.h, "COLUMNS": self.call.intermediate, "ROW": self.h_digits.row}
+        return Launch(_quantize_h_kernel, (self.pairs, self.h_digits.segments), arguments)
+
+    def down(self) -> Launch:
+        call, product = self.call, self.config.down
+        parts = (self.pairs, product.splits, self.hidden)
+        arguments = self.products | self.h_digits.arguments() | _settings(product)
+        arguments |= {
+            "parts_ptr": torch.empty(parts, dtype=torch.float32, device=call.x.device),
+            "FRAME_ROWS": plane_geometry(self.hidden, call.intermediate, call.frame_bytes).rows_per_frame,
+            "SPLITS": product.splits,
+        }
+        return Launch(_down_kernel, (self.tokens + self.slots * self.down_tiles * product.splits,), arguments)
+
+    def _integers(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=self.call.x.device)
