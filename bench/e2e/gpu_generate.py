@@ -225,7 +225,7 @@ def main() -> int:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "transformers": transformers.__version__,
-        "command": "python -m bench.e2e.gpu_generate --out bench/results/h200-generate.json",
+        "command": " ".join(["python -m bench.e2e.gpu_generate", *sys.argv[1:]]),
     }
     options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
     return 0 if all(row["ok"] for row in rows) else 1
