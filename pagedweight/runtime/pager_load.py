@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,14 @@ class _Load:
     rows: np.ndarray
     bytes: int
     ticket: Ticket
+
+
+class _Run(NamedTuple):
+    """Where a row's new table goes, and the width it is for."""
+
+    row: int
+    bits: int
+    first_frame: int
 
 
 class Loads:
@@ -48,7 +57,8 @@ class Loads:
         return not (self._started or self._landed)
 
     def start(self, raising: Sequence[Transition]) -> None:
-        """Allocate frames and copy in, one batch. Rows for which there is no room now are left as they are."""
+        """Allocate frames and copy in, one batch. A row whose table finds no run rises as far as one does; rows for
+        which there is no room at all now are left as they are."""
         runs = self._allocate(raising)
         if not runs:
             return
@@ -90,32 +100,34 @@ class Loads:
     def _allocate(self, raising: Sequence[Transition]) -> dict[int, int]:
         """Frames for as many rows as fit, in order; first frame of each row's new table, by row."""
         rows, bits = np.array([(t.row, t.to_bits) for t in raising], dtype=np.int64).T
+        needed = (bits - self._table.committed[rows]) * self._table.sizes.plane_frames[rows]
+        fits = np.cumsum(needed + self._table.table_frames(rows, bits)) <= self._arena.free_frames
+        found = [self._widest_run(row, wanted) for row, wanted in zip(rows[fits].tolist(), bits[fits], strict=True)]
+        placed = [run for run in found if run is not None]
+        self.deferred_rows += len(raising) - len(placed)
+        if not placed:
+            return {}
+        rows, bits, runs = np.array(placed, dtype=np.int64).T
         page_counts = bits - self._table.committed[rows]
         plane_counts = page_counts * self._table.sizes.plane_frames[rows]
-        run_counts = self._table.table_frames(rows, bits)
-        fits = np.cumsum(plane_counts + run_counts) <= self._arena.free_frames
-        runs = [
-            self._run_or_none(row, count) if fit else None
-            for row, count, fit in zip(rows.tolist(), run_counts.tolist(), fits.tolist(), strict=True)
-        ]
-        kept = np.array([run is not None for run in runs])
-        rows, bits, plane_counts, page_counts = rows[kept], bits[kept], plane_counts[kept], page_counts[kept]
-        self.deferred_rows += len(raising) - len(rows)
-        if not len(rows):
-            return {}
         owner = Owner(OwnerKind.PLANE, np.repeat(rows, plane_counts))
         frames = np.split(self._arena.allocate(int(plane_counts.sum()), owner), np.cumsum(plane_counts)[:-1])
-        first_frames = dict(zip(rows.tolist(), [run for run in runs if run is not None], strict=True))
         self._table.want(rows, bits)
+        first_frames = dict(zip(rows.tolist(), runs.tolist(), strict=True))
         for (row, run), pages, row_frames in zip(first_frames.items(), page_counts, frames, strict=True):
             self._table.begin_move_in(row, row_frames.reshape(pages, -1), run)
         return first_frames
 
-    def _run_or_none(self, row: int, count: int) -> int | None:
-        try:
-            return self._arena.allocate_run(count, Owner(OwnerKind.TABLE, row))
-        except OutOfFrames:
-            return None
+    def _widest_run(self, row: int, bits: int) -> _Run | None:
+        """Frames for a table of these bits, or of the most bits for which the free frames lie together."""
+        for width in reversed(self._table.sizes.widths):
+            if self._table.committed[row] < width <= bits:
+                try:
+                    count = int(self._table.table_frames(row, width))
+                    return _Run(row, width, self._arena.allocate_run(count, Owner(OwnerKind.TABLE, row)))
+                except OutOfFrames:
+                    continue
+        return None
 
     def _copies(self, row: int, run: int) -> list[FrameCopy]:
         committed, desired = int(self._table.committed[row]), int(self._table.desired[row])

@@ -187,15 +187,31 @@ def test_rows_that_find_no_room_are_left_as_they_are():
     assert set(bench.table.committed.tolist()) == {2, 6}
 
 
+def free_runs(bench: Bench, length: int) -> None:
+    """KV takes all but runs of so many frames."""
+    taken = bench.arena.allocate(bench.arena.free_frames, KV_OWNER)
+    bench.arena.free(taken[np.arange(len(taken)) % (length + 1) != 0])
+
+
 def test_a_raise_without_a_run_for_its_table_is_put_off():
     bench = Bench()
-    holes = bench.arena.allocate(bench.arena.free_frames, KV_OWNER)
-    bench.arena.free(holes[::2])  # plenty of frames, no two together
+    free_runs(bench, 1)
     free = bench.arena.free_frames
-    bench.go(row1=6)
+    bench.go(row6=6)  # its table of 3 bits takes three frames
     assert bench.pager.moves.deferred_rows == 1
     assert bench.arena.free_frames == free
     bench.check()
+
+
+def test_a_row_rises_as_far_as_a_run_for_its_table_is_found():
+    bench = Bench()
+    free_runs(bench, 3)
+    bench.go(row1=6, row6=6, row7=6)  # tables of 1, 2, 8 frames; 3, 6, 24; and 2, 4, 16 at 3, 4 and 6 bits
+    bench.settle()
+    assert bench.table.committed[[1, 6, 7]].tolist() == [4, 3, 3]
+    assert bench.pager.moves.deferred_rows == 0
+    held = bench.arena.bytes_by_owner()
+    assert held["plane"] + held["table"] == sum(everything_at(bench.table).values())
 
 
 @pytest.mark.parametrize("order", [[4, 3, 2, 1, 0], [0, 1, 2, 3, 4]])
