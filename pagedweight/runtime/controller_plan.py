@@ -46,6 +46,8 @@ class Planning:
         self._signals = signals
         self._queue = Queue()
         self._fruitless: tuple[int, ...] | None = None
+        self._asked: tuple[Transition, ...] = ()
+        self._no_room: set[int] = set()
 
     def decide(self, kv: KVState) -> Plan:
         """This boundary's plan. Planning again where nothing has changed since an empty plan waits for the period."""
@@ -76,24 +78,42 @@ class Planning:
 
     def _raising(self, kv: KVState, *, due: bool) -> Plan:
         """A raise that leaves free blocks above the reload threshold; the queue is refreshed when it is due."""
-        available = self._raise_bytes(kv)
+        available = self._raise_bytes(kv, self._config.reload_free_blocks)
         if available <= 0 or self._table.at_parent_width:
             return self._lowering(kv) if due else _NOTHING
+        self._note_refused()
         seen = self._table.snapshot()
+        seen.busy[list(self._no_room)] = True
         plan = plan_raise(seen, self._observe(seen, kv), self._policy, available)
-        return plan._replace(transitions=self._within(plan.transitions, available))
+        self._asked = self._within(plan.transitions, available, kv)
+        if not self._asked:
+            self._no_room.clear()
+        return plan._replace(transitions=self._asked)
 
-    def _raise_bytes(self, kv: KVState) -> int:
-        spare = (kv.headroom_blocks - self._config.reload_free_blocks - 1) * kv.block_bytes
-        return min(spare, self._arena.free_bytes, self._config.max_loading_bytes - self._pager.loading_bytes)
+    def _note_refused(self) -> None:
+        """Rows of the last raise for which the pager found no run of frames let others try, until none is left."""
+        at_rest = self._table.desired == self._table.committed
+        self._no_room |= {t.row for t in self._asked if at_rest[t.row] and self._table.committed[t.row] == t.from_bits}
+        self._asked = ()
 
-    def _within(self, raising: tuple[Transition, ...], available_bytes: int) -> tuple[Transition, ...]:
-        """The raises that fit while old tables stay beside the new ones, until the new ones are in use."""
-        if not raising:
-            return raising
-        rows = np.array([t.row for t in raising])
-        needed = np.array([t.bytes for t in raising]) + self._table.slot_bytes(rows)
-        return tuple(t for t, fits in zip(raising, np.cumsum(needed) <= available_bytes, strict=True) if fits)
+    def _raise_bytes(self, kv: KVState, threshold_blocks: int) -> int:
+        """Bytes that raises may take while more free blocks than the threshold stay."""
+        loadable = self._config.max_loading_bytes - self._pager.loading_bytes
+        return min(kv.bytes_above(threshold_blocks), self._arena.free_bytes, loadable)
+
+    def _within(self, raising: tuple[Transition, ...], available_bytes: int, kv: KVState) -> tuple[Transition, ...]:
+        """The raises that fit while old tables stay beside the new ones, until the new ones are in use.
+
+        For that short time they may take blocks below the reload threshold, as long as that is no pressure.
+        """
+        for_a_while = self._raise_bytes(kv, self._config.offload_free_blocks)
+        kept = []
+        for transition, old_table in zip(raising, self._table.slot_bytes(_rows(raising)).tolist(), strict=True):
+            if transition.bytes <= available_bytes and transition.bytes + old_table <= for_a_while:
+                kept.append(transition)
+                available_bytes -= transition.bytes
+                for_a_while -= transition.bytes + old_table
+        return tuple(kept)
 
     def _observe(self, seen: TableSnapshot, kv: KVState) -> Observation:
         return observe(
@@ -117,3 +137,7 @@ class Planning:
         if state != self.state:
             self.state = state
             _LOG.info("expert weights are %s: %s, shortfall %d bytes", state, kv, shortfall_bytes)
+
+
+def _rows(moves: tuple[Transition, ...]) -> np.ndarray:
+    return np.array([t.row for t in moves], dtype=np.int64)

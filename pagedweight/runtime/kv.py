@@ -11,12 +11,17 @@ from pagedweight.runtime.frames import Arena
 class KVState(NamedTuple):
     """free_blocks: F_blk, blocks that could be allocated now. block_bytes: B_KV, bytes of one block over all layers.
 
-    pending_blocks: blocks that the coming forward will take.
+    pending_blocks: blocks that the coming forward will take. spare_bytes: free bytes that make up no whole block.
     """
 
     free_blocks: int
     block_bytes: int
     pending_blocks: int = 0
+    spare_bytes: int = 0
+
+    def bytes_above(self, threshold_blocks: int) -> int:
+        """Bytes that can be taken while more free blocks than the threshold stay; negative when fewer are free."""
+        return (self.headroom_blocks - threshold_blocks - 1) * self.block_bytes + self.spare_bytes
 
     @property
     def headroom_blocks(self) -> int:
@@ -39,8 +44,8 @@ def target_bytes(state: KVState, threshold_blocks: int) -> int:
 
 def checked(state: KVState) -> KVState:
     """The state unchanged, or ValueError when a gauge reports what cannot be."""
-    if state.free_blocks < 0 or state.pending_blocks < 0:
-        raise ValueError(f"the KV gauge reports {state}; blocks cannot be negative")
+    if state.free_blocks < 0 or state.pending_blocks < 0 or state.spare_bytes < 0:
+        raise ValueError(f"the KV gauge reports {state}; blocks and bytes cannot be negative")
     if state.block_bytes < 1:
         raise ValueError(f"the KV gauge reports block_bytes {state.block_bytes}; a KV block needs at least one byte")
     return state
@@ -66,4 +71,6 @@ class ArenaGauge:
         self._block_frames = block_frames
 
     def read(self) -> KVState:
-        return KVState(self._arena.free_frames // self._block_frames, self._block_frames * self._arena.frame_bytes)
+        blocks, spare_frames = divmod(self._arena.free_frames, self._block_frames)
+        frame_bytes = self._arena.frame_bytes
+        return KVState(blocks, self._block_frames * frame_bytes, spare_bytes=spare_frames * frame_bytes)

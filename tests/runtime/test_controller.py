@@ -231,6 +231,41 @@ def test_reload_waits_for_the_dwell_time_and_leaves_the_threshold_free():
     check(model, runtime)
 
 
+@pytest.mark.parametrize("spare_frames", range(4))
+def test_the_last_row_rises_while_its_old_table_borrows_blocks_of_the_threshold(spare_frames):
+    """Room for everything at the parent width and the threshold's blocks, and nothing for a table twice."""
+    model = tiny_model()
+    kept = (CONFIG.reload_free_blocks + 1) * BLOCK_FRAMES
+    runtime = tiny_runtime(model, model.resident_frames(6) + kept + spare_frames)
+    ids = runtime.allocate_kv(runtime.arena.free_frames + 40)
+    for _ in range(5):
+        runtime.boundary()
+    assert runtime.snapshot().mean_bits < 6
+    runtime.free_kv(ids)
+    lowered = runtime.snapshot().moves.lowered_rows
+    for _ in range(60):
+        runtime.boundary()
+        assert runtime.snapshot().kv.free_blocks > CONFIG.offload_free_blocks
+    assert (runtime.snapshot().bits == 6).all()
+    assert runtime.snapshot().moves.lowered_rows == lowered
+    assert runtime.snapshot().kv.free_blocks == CONFIG.reload_free_blocks + 1 + spare_frames // BLOCK_FRAMES
+    check(model, runtime)
+
+
+def test_rows_without_a_run_for_their_table_do_not_keep_others_down():
+    """Much is free, but in pieces: rows with small tables come back, and asking in vain is not repeated at once."""
+    model = tiny_model()
+    runtime = tiny_runtime(model, model.resident_frames(6) + 200)
+    runtime.set_bits(2)
+    taken = runtime.allocate_kv(runtime.arena.free_frames)
+    runtime.free_kv(taken[np.arange(len(taken)) % 9 != 0])  # runs of eight frames
+    for _ in range(60):
+        runtime.boundary()
+    assert runtime.snapshot().bits.tolist() == [6] * 6 + [4] * 4  # 6 bits take 24 and 16 frames in the last rows
+    assert runtime.snapshot().moves.deferred_rows < 60
+    check(model, runtime)
+
+
 def test_nothing_moves_while_paused():
     model = tiny_model()
     runtime = tiny_runtime(model, 400, gauge=CallableGauge(lambda: KVState(0, 4096)))
