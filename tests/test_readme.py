@@ -38,8 +38,8 @@ def test_the_python_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.chdir(tmp_path)
     smaller = {
         "models/Qwen1.5-MoE-A2.7B": "small",
-        "budget_bytes=12 * 2**30": "budget_bytes=2**20",
-        "max_new_tokens=20_000": "max_new_tokens=8",
+        "budget_bytes=10 * 2**30": "budget_bytes=2**20",
+        "max_new_tokens=6_000": "max_new_tokens=8",
         'device_map="cuda"': 'device_map="cpu"',
     }
     code = "\n".join(blocks("python"))
