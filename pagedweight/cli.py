@@ -63,7 +63,9 @@ def root(
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option(help="Folder for timeline.png and demo.json.")] = Path("pagedweight-demo"),
+    output: Annotated[Path, typer.Option(help="Folder for timeline.png and demo.json.", file_okay=False)] = Path(
+        "pagedweight-demo"
+    ),
     tokens: Annotated[int, typer.Option(min=16, max=500, help="Tokens to generate.")] = 480,
     budget: Annotated[str, typer.Option(help="Bytes for weights and KV cache together, such as 9MiB.")] = "8.5MiB",
     windows: Annotated[int, typer.Option(min=1, max=3, help="Held-out windows of 512 tokens to read.")] = 3,
@@ -80,7 +82,10 @@ def demo(
         result = run_demo(DemoOptions(tokens=tokens, budget_bytes=budget_bytes, windows=windows, seed=seed))
     except ValueError as error:
         raise fail(str(error)) from error
-    write_files(result, output)
+    try:
+        write_files(result, output)
+    except OSError as error:
+        raise fail(f"--output {output}: {error}") from error
     print_report(result, output, as_json)
 
 

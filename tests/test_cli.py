@@ -51,6 +51,7 @@ def test_help_names_the_commands() -> None:
         (["demo", "--budget", "many"], "many"),  # not a size
         (["demo", "--budget", "12 parsecs"], "parsecs"),  # a unit nobody knows
         (["demo", "--tokens", "3"], "tokens"),  # below the range
+        (["demo", "--output", __file__], "--output"),  # a file, where a folder is wanted
         (["no-such-command"], "no-such-command"),
     ],
 )
