@@ -165,6 +165,9 @@ def _load_dense(name_or_path: str | Path, **kwargs: Any) -> PreTrainedModel:
     """The dense model, in its own dtype unless another is asked for."""
     from transformers import AutoModelForCausalLM
 
+    if Path(name_or_path).is_absolute() and not Path(name_or_path).exists():
+        # transformers would complain of a malformed name on the Hub.
+        raise ValueError(f"there is no folder {name_or_path}; give a model's folder or its name on the Hub")
     model = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
     if _take_found(model) is not None:
         raise ValueError(

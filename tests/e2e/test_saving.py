@@ -176,6 +176,12 @@ def test_from_pretrained_quantizes_a_dense_folder(tmp_path: Path) -> None:
     assert torch.equal(logits(model), logits(pagedweight.load(tmp_path / "paged")))
 
 
+def test_a_model_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
+        pagedweight.quantize(tmp_path / "nowhere", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_importance_changes_what_is_kept(tmp_path: Path) -> None:
     model = mixtral_m8(num_local_experts=2, intermediate_size=32)
     block = next(iter(Checkpoint.open(pagedweight.quantize(model, tmp_path / "plain")).layout.blocks()))
