@@ -37,7 +37,7 @@ def draw_timeline(samples: Sequence[Sample], budget_bytes: int, path: Path) -> N
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     lower.step(steps, [s.mean_bits for s in samples], where="post", color="#1b6ca8", linewidth=1.8)
     lower.set_ylabel("mean bits")
-    lower.set_xlabel("forward")
+    lower.set_xlabel("step: a forward, or a boundary between two while idle")
     lower.set_ylim(min(s.mean_bits for s in samples) - 0.4, max(s.mean_bits for s in samples) + 0.4)
     lower.yaxis.set_major_locator(MaxNLocator(nbins=5))
     lower.grid(axis="y", color="#dddddd")
