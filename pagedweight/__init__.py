@@ -6,18 +6,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pagedweight.calibration.pipeline import calibrate
+    from pagedweight.checkpoint import CheckpointError
     from pagedweight.patching import patch, unpatch
     from pagedweight.policy import Policy
     from pagedweight.runtime.config import RuntimeConfig
+    from pagedweight.runtime.frames import OutOfFrames
     from pagedweight.saving import from_pretrained, load, quantize, save
 
 __version__ = "0.1.0"
-__all__ = ["Policy", "RuntimeConfig", "from_pretrained", "load", "patch", "quantize", "save", "unpatch"]
+__all__ = [
+    "CheckpointError",
+    "OutOfFrames",
+    "Policy",
+    "RuntimeConfig",
+    "calibrate",
+    "from_pretrained",
+    "load",
+    "patch",
+    "quantize",
+    "save",
+    "unpatch",
+]
 
 # Resolved on first use, so that `import pagedweight` (and the CLI's --help) loads neither torch nor triton.
 _HOMES = {
+    "CheckpointError": "checkpoint",
+    "OutOfFrames": "runtime.frames",
     "Policy": "policy",
     "RuntimeConfig": "runtime.config",
+    "calibrate": "calibration.pipeline",
     "from_pretrained": "saving",
     "load": "saving",
     "patch": "patching",
