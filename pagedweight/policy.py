@@ -27,7 +27,9 @@ _ARRAYS = (
     *_INTEGER_ARRAYS,
     *("s_bar", "m_cal", "bucket_edges", "multipliers", "head_weights", "head_bias", "head_confidence"),
 )
-_SCALARS = ("alpha", "rho_min", "rho_max", "epsilon")
+_SCALARS = ("alpha", "rho_min", "rho_max", "epsilon", "mass_trust")
+# Policies written before a field was there mean this by its absence.
+_BEFORE = {"mass_trust": 0.0}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +49,8 @@ class Policy:
     head_confidence: (2, W, W), c of Eq. (6), from 0 to 1; 0 where there is no head.
     feature_transform: what heads read: "raw" norms phi, or their logarithms ("log").
     alpha, rho_min, rho_max: strength and clipping bounds of Eq. (6). epsilon: damage floor of Eq. (8).
+    mass_trust: how far live routing mass, once enough tokens are counted, takes m_cal's place in s_bar * m_cal; 0
+        leaves g of Eq. (4) to calibration alone, and live routing to the multipliers.
     """
 
     blocks: np.ndarray
@@ -64,6 +68,7 @@ class Policy:
     rho_min: float = -1.0
     rho_max: float = 1.0
     epsilon: float = 1e-12
+    mass_trust: float = 1.0
     feature_transform: str = "raw"
 
     def __post_init__(self) -> None:
@@ -111,9 +116,9 @@ class Policy:
         return self.s_bar * self.m_cal[:, None]
 
     @cached_property
-    def sensitivity_by_width(self) -> np.ndarray:
-        """(W, R), the same with each width's values side by side; kept, for the planner reads it at every step."""
-        by_width = np.ascontiguousarray(self.sensitivity.T)
+    def s_bar_by_width(self) -> np.ndarray:
+        """(W, R), s_bar with each width's values side by side; kept, for the planner reads it at every step."""
+        by_width = np.ascontiguousarray(self.s_bar.T)
         by_width.flags.writeable = False
         return by_width
 
@@ -168,6 +173,7 @@ def _read_json(path: Path) -> dict[str, object]:
 
 def _known_fields(folder: Path, content: Mapping[str, object]) -> dict[str, object]:
     names = {field.name for field in fields(Policy)}
+    content = {**_BEFORE, **content}
     missing = sorted(names - set(content))
     if missing:
         raise ValueError(f"the policy in {folder} lacks {', '.join(missing)}; calibrate again")
@@ -208,6 +214,8 @@ def _check_values(policy: Policy) -> None:
     for name in _SCALARS:
         if not math.isfinite(getattr(policy, name)):
             raise ValueError(f"policy {name} is {getattr(policy, name)}; it must be finite")
+    if not 0 <= policy.mass_trust <= 1:
+        raise ValueError(f"policy mass_trust is {policy.mass_trust}; it is a share, from 0 to 1")
     if (policy.head_confidence > 1).any():
         raise ValueError("policy head_confidence exceeds 1; it is a share")
     edges = policy.bucket_edges

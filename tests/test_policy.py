@@ -88,6 +88,7 @@ def test_case_23_a_score_that_is_no_score_is_named(value: float) -> None:
         ({"epsilon": 0.0}, "epsilon"),
         ({"rho_min": 2.0}, "rho_min"),
         ({"feature_transform": "sqrt"}, "feature_transform"),
+        ({"mass_trust": 1.5}, "mass_trust is 1.5"),
     ],
 )
 def test_bad_fields_are_refused(changes: dict[str, object], message: str) -> None:
@@ -108,6 +109,15 @@ def test_case_109_fields_of_a_newer_release_warn(tmp_path: Path) -> None:
     edit_json(tmp_path, foo=1)
     with pytest.warns(UserWarning, match="unknown fields foo"):
         Policy.load(tmp_path)
+
+
+def test_a_policy_from_before_live_mass_keeps_to_its_multipliers(tmp_path: Path) -> None:
+    """Its multipliers were searched with g from calibration's mass alone; both would count hotness twice."""
+    policy().save(tmp_path)
+    document = json.loads((tmp_path / "policy.json").read_text(encoding="utf-8"))
+    assert document.pop("mass_trust") == 1.0
+    (tmp_path / "policy.json").write_text(json.dumps(document), encoding="utf-8")
+    assert Policy.load(tmp_path).mass_trust == 0.0
 
 
 def test_another_format_version_is_refused(tmp_path: Path) -> None:

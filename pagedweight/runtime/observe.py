@@ -38,6 +38,7 @@ class Observation(NamedTuple):
 
     kv: KV pressure; threshold_blocks: T_blk of Eq. (7).
     mass: float64 (L, E), routing mass per layer (Eq. 1), a row of zeros for a layer that saw no token.
+    routed: float64 (L,), how many routed tokens that mass comes from; None takes it as it is, however few.
     features: float64 (R, 3), phi of Eq. (5) as the policy's heads read it, merged over requests.
     confidence: float64 (R,), from 0 to 1: the share, by KV blocks, of the requests that saw the row.
     rho_bounds: the merged clipping bounds of Eq. (6), None for the policy's.
@@ -48,6 +49,7 @@ class Observation(NamedTuple):
     kv: KVState
     threshold_blocks: int = 0
     mass: np.ndarray | None = None
+    routed: np.ndarray | None = None
     features: np.ndarray | None = None
     confidence: np.ndarray | None = None
     rho_bounds: tuple[float, float] | None = None
@@ -59,10 +61,12 @@ class Observation(NamedTuple):
 class Signals(NamedTuple):
     """Request-level statistics merged into one batch-level table; tensors on the statistics' device, float32.
 
-    mass: (L, E), Eq. (1). features: (L, E, 2, 3), phi as heads read it. confidence: (L, E), from 0 to 1.
+    mass: (L, E), Eq. (1). routed: (L,), routed tokens behind it: as many from one request would tell as much.
+    features: (L, E, 2, 3), phi as heads read it. confidence: (L, E), from 0 to 1.
     """
 
     mass: torch.Tensor
+    routed: torch.Tensor
     features: torch.Tensor
     confidence: torch.Tensor
 
@@ -88,7 +92,12 @@ def merge_requests(
     share = share[:, None, None]
 
     seen_layer = (layer_mass > 0).float() * share
-    merged_mass = (seen_layer * mass / layer_mass.clamp_min(1e-30)).sum(0) / seen_layer.sum(0).clamp_min(1e-30)
+    seen_share = seen_layer.sum(0).clamp_min(1e-30)
+    merged_mass = (seen_layer * mass / layer_mass.clamp_min(1e-30)).sum(0) / seen_share
+    # The variance of a weighted mean: many tokens of a request that holds few blocks say little.
+    tokens = stats.counts.sum(-1, keepdim=True).float()
+    spread = ((seen_layer / seen_share).square() / tokens.clamp_min(1)).sum(0)
+    routed = torch.where(spread > 0, 1 / spread.clamp_min(1e-30), 0.0)[:, 0]
 
     phi = request_features(mass, stats.features.float())
     seen = (mass > 0) & torch.isfinite(phi).all(-1).all(-1)
@@ -98,7 +107,7 @@ def merge_requests(
     weight = seen.float() * share
     merged_features = (weight[..., None, None] * phi).sum(0) / weight.sum(0).clamp_min(1e-30)[..., None, None]
     trusted = weight if request_confidence is None else weight * request_confidence.to(mass)[:, None, None]
-    return Signals(merged_mass, merged_features, trusted.sum(0))
+    return Signals(merged_mass, routed, merged_features, trusted.sum(0))
 
 
 def request_features(mass: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
@@ -117,11 +126,12 @@ def observe(
     """
     if signals is None:
         return Observation(kv, threshold_blocks, **rest)
-    mass, features, confidence = (t.detach().to("cpu", torch.float64).numpy() for t in signals)
+    mass, routed, features, confidence = (t.detach().to("cpu", torch.float64).numpy() for t in signals)
     return Observation(
         kv,
         threshold_blocks,
         mass=mass,
+        routed=routed,
         features=features[table.layer, table.expert, table.projection],
         confidence=confidence[table.layer, table.expert],
         **rest,

@@ -121,8 +121,9 @@ def dynamic_pair(table: TableSnapshot, observation: Observation, policy: Policy,
 
 
 def without_routing(policy: Policy) -> Policy:
-    """Ablation: no buckets; the loosest floors and caps of any bucket hold for all."""
+    """Ablation: no buckets and no live mass; the loosest floors and caps of any bucket hold for all."""
     return policy.replaced(
+        mass_trust=0.0,
         bucket_edges=np.empty(0),
         multipliers=np.ones(1),
         floors=policy.floors.min(axis=1, keepdims=True),

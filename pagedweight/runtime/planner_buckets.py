@@ -1,6 +1,8 @@
-"""Routing buckets: how hot each expert is within its layer, and the damage multiplier mu that follows."""
+"""How hot each expert is within its layer: its routing mass, its bucket, and the damage multiplier mu that follows."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -8,12 +10,24 @@ from pagedweight.policy import Policy
 from pagedweight.runtime.observe import Observation
 from pagedweight.runtime.table_view import TableSnapshot
 
+# Live and calibrated mass weigh alike at so many routed tokens: what a sequence's first 8 to 256 tokens say of its
+# later half is used best with calibration weighing as much as 64 to 128 tokens, of top-4 and of top-2 routing.
+PRIOR_TOKENS = 256
 
-def routing_buckets(table: TableSnapshot, observation: Observation, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
-    """(R,) bucket and (R,) multiplier mu of every row; rows in order of (layer, expert, projection).
 
-    A layer without live routing is sorted by calibration's routing mass, and its multiplier is 1: s already holds
-    calibration's hotness. ValueError when the observed mass does not cover the table.
+class Routing(NamedTuple):
+    """(R,) each: bucket, multiplier mu, and mass, the routing mass that damage per unit of mass is multiplied with."""
+
+    bucket: np.ndarray
+    multiplier: np.ndarray
+    mass: np.ndarray
+
+
+def routing_of(table: TableSnapshot, observation: Observation, policy: Policy) -> Routing:
+    """Every row's routing; rows in order of (layer, expert, projection).
+
+    A layer without live routing is sorted by calibration's routing mass, which is its mass, and its multiplier is 1.
+    ValueError when the observed mass does not cover the table.
     """
     opens = np.append(True, (table.layer[1:] != table.layer[:-1]) | (table.expert[1:] != table.expert[:-1]))
     starts = np.flatnonzero(opens)
@@ -37,7 +51,23 @@ def routing_buckets(table: TableSnapshot, observation: Observation, policy: Poli
     bucket = expert_buckets(mass, exists, policy.bucket_edges)
     multiplier = np.where(live[:, None], policy.multipliers[bucket], 1.0)
     rows = np.diff(starts, append=len(opens))
-    return np.repeat(bucket[layer, expert], rows), np.repeat(multiplier[layer, expert], rows)
+    trust = policy.mass_trust * _share_of_live(observation, live)
+    if trust.any():
+        of_row = np.repeat(mass[layer, expert], rows)
+        of_layer = np.bincount(layer, np.maximum.reduceat(policy.m_cal, starts))
+        trust, of_layer = trust[table.layer], of_layer[table.layer]
+        blended = policy.m_cal + trust * (of_layer * of_row - policy.m_cal)
+    else:
+        blended = policy.m_cal
+    return Routing(np.repeat(bucket[layer, expert], rows), np.repeat(multiplier[layer, expert], rows), blended)
+
+
+def _share_of_live(observation: Observation, live: np.ndarray) -> np.ndarray:
+    """(L,), how much live mass tells beside calibration's, from the tokens behind it; 0 for a layer without."""
+    if observation.routed is None:
+        return live.astype(float)
+    routed = observation.routed[: len(live)]
+    return live * (routed / (routed + PRIOR_TOKENS))
 
 
 def expert_buckets(mass: np.ndarray, exists: np.ndarray, edges: np.ndarray) -> np.ndarray:

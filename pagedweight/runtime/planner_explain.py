@@ -10,7 +10,7 @@ from pagedweight.policy import Policy
 from pagedweight.runtime.kv import KVState
 from pagedweight.runtime.observe import Observation
 from pagedweight.runtime.planner import Plan, Queue, plan_raise, plan_step
-from pagedweight.runtime.planner_buckets import routing_buckets
+from pagedweight.runtime.planner_buckets import routing_of
 from pagedweight.runtime.planner_scores import (
     Scores,
     canonical,
@@ -44,6 +44,7 @@ class Outlook(NamedTuple):
 class Explanation(NamedTuple):
     """One linear-block as the planner sees it.
 
+    mass: routing mass of its expert, live and calibrated blended, in calibration's units.
     damage: predicted damage of its committed width against the parent width; bytes: released by that.
     price: damage per released byte so far (0 at the parent width). next_price: of its next step, infinite if none.
     cheapest_price: of the cheapest step that any block could take now.
@@ -55,6 +56,7 @@ class Explanation(NamedTuple):
     parent_bits: int
     bucket: int
     multiplier: float
+    mass: float
     damage: float
     bytes: int
     price: float
@@ -73,8 +75,8 @@ class Explanation(NamedTuple):
             )
         limits = f"; limited by {', '.join(self.limits)}" if self.limits else ""
         return (
-            f"{why}, the cheapest step of any block {self.cheapest_price:.4g}; routing bucket {self.bucket}, "
-            f"multiplier {self.multiplier:.4g}{limits}; {self.outlook}"
+            f"{why}, the cheapest step of any block {self.cheapest_price:.4g}; routing mass {self.mass:.4g}, bucket "
+            f"{self.bucket}, multiplier {self.multiplier:.4g}{limits}; {self.outlook}"
         )
 
 
@@ -95,7 +97,7 @@ def explain(
     table, observation, policy, names = canonical(table, observation, policy)
     at = row if names is None else int(np.flatnonzero(names == row)[0])
     scores = score_actions(table, observation, policy)
-    bucket, multiplier = routing_buckets(table, observation, policy)
+    routing = routing_of(table, observation, policy)
     index = int(committed_index(table)[at])
     damage = float(parent_damage(table, observation, policy)[index, at])
     released = int(table.bytes[at, -1] - table.bytes[at, index])
@@ -106,8 +108,9 @@ def explain(
         row,
         int(table.committed[at]),
         table.widths[-1],
-        int(bucket[at]),
-        float(multiplier[at]),
+        int(routing.bucket[at]),
+        float(routing.multiplier[at]),
+        float(routing.mass[at]),
         damage,
         released,
         damage / released if released else 0.0,

@@ -7,7 +7,7 @@ import numpy as np
 from pagedweight.policy import Policy
 from pagedweight.runtime.observe import Observation
 from pagedweight.runtime.planner_allocate import least_damage_index
-from pagedweight.runtime.planner_buckets import routing_buckets
+from pagedweight.runtime.planner_buckets import routing_of
 from pagedweight.runtime.planner_queue import EMPTY_PLAN, Plan, transitions
 from pagedweight.runtime.planner_scores import bytes_above, canonical, committed_index, transition_damage
 from pagedweight.runtime.table_view import TableSnapshot
@@ -38,8 +38,8 @@ def raise_points(
     table: TableSnapshot, observation: Observation, policy: Policy, committed: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """(W, R) bytes needed and damage taken back by raising each row to each width; both 0 at the committed one."""
-    _, multiplier = routing_buckets(table, observation, policy)
-    recovered = transition_damage(table, observation, policy, multiplier, committed, raising=True)
+    routing = routing_of(table, observation, policy)
+    recovered = transition_damage(table, observation, policy, routing, committed, raising=True)
     recovered[committed, np.arange(len(committed))] = 0.0
     return bytes_above(table, committed), recovered
 

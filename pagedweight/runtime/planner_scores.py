@@ -13,7 +13,7 @@ import numpy as np
 from pagedweight.policy import Policy
 from pagedweight.runtime.damage import global_damage, log_residual, predicted_damage, residual_factor
 from pagedweight.runtime.observe import Observation
-from pagedweight.runtime.planner_buckets import routing_buckets
+from pagedweight.runtime.planner_buckets import Routing, routing_of
 from pagedweight.runtime.table_view import TableSnapshot
 
 
@@ -38,16 +38,16 @@ class Scores(NamedTuple):
 def score_actions(table: TableSnapshot, observation: Observation, policy: Policy) -> Scores:
     """Bytes and predicted damage (Eq. 8) of every lowering; floors and caps are not yet applied."""
     committed, rows = committed_index(table), np.arange(len(table.committed))
-    bucket, multiplier = routing_buckets(table, observation, policy)
+    routing = routing_of(table, observation, policy)
     released = np.negative(bytes_above(table, committed))
     if observation.limits.damage < math.inf:
         damage = parent_damage(table, observation, policy)
         now = damage[committed, rows]
         left = observation.limits.damage - float(now.sum())
-        return Scores(committed, ~table.busy, bucket, released, damage - now, left)
-    damage = transition_damage(table, observation, policy, multiplier, committed)
+        return Scores(committed, ~table.busy, routing.bucket, released, damage - now, left)
+    damage = transition_damage(table, observation, policy, routing, committed)
     damage[committed, rows] = 0.0
-    return Scores(committed, ~table.busy, bucket, released, damage)
+    return Scores(committed, ~table.busy, routing.bucket, released, damage)
 
 
 def committed_index(table: TableSnapshot) -> np.ndarray:
@@ -65,7 +65,7 @@ def transition_damage(
     table: TableSnapshot,
     observation: Observation,
     policy: Policy,
-    multiplier: np.ndarray,
+    routing: Routing,
     anchor: np.ndarray,
     *,
     raising: bool = False,
@@ -74,13 +74,15 @@ def transition_damage(
 
     raising: of lowering from each width to the anchor, which is what raising to that width takes back; 0 for the floor.
     """
-    sensitivity = policy.sensitivity_by_width
+    sensitivity = policy.s_bar_by_width
     at_anchor = sensitivity[anchor, np.arange(len(anchor))]
     widths = slice(1, None) if raising else slice(0, -1)
     ends = (sensitivity[widths], at_anchor) if raising else (at_anchor, sensitivity[widths])
     factor = prompt_factor(table, observation, policy, anchor, raising=raising)
     damage = np.zeros(sensitivity.shape)
-    damage[widths] = predicted_damage(global_damage(*ends), multiplier, factor, policy.epsilon)
+    # s is s_bar times a mass: that mass multiplies g as mu does.
+    weight = routing.multiplier * routing.mass
+    damage[widths] = predicted_damage(global_damage(*ends), weight, factor, policy.epsilon)
     return damage
 
 
@@ -108,9 +110,9 @@ def prompt_factor(
 
 def parent_damage(table: TableSnapshot, observation: Observation, policy: Policy) -> np.ndarray:
     """(W, R), d-hat of lowering each row from the parent width to each width; 0 at the parent itself."""
-    _, multiplier = routing_buckets(table, observation, policy)
+    routing = routing_of(table, observation, policy)
     parent = np.full(len(table.committed), len(table.widths) - 1)
-    return transition_damage(table, observation, policy, multiplier, parent)
+    return transition_damage(table, observation, policy, routing, parent)
 
 
 def lowest_index(

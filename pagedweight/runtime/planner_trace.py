@@ -21,8 +21,9 @@ from pagedweight.runtime.observe import Limits, Observation
 from pagedweight.runtime.planner import Plan, Queue, plan_raise, plan_step
 from pagedweight.runtime.table_view import TableSnapshot, Transition
 
-TRACE_VERSION = 1
+TRACE_VERSION = 2
 _FIXED = ("bytes", "layer", "expert", "projection")
+_SIGNALS = ("mass", "routed", "features", "confidence")
 _CHANGING = ("committed", "desired", "busy", "since")
 
 
@@ -95,7 +96,7 @@ def digest(policy: Policy) -> str:
 
 def _seen(table: TableSnapshot, observation: Observation) -> dict[str, object]:
     fields = observation._asdict()
-    arrays = {name: _pack(fields[name]) for name in ("mass", "features", "confidence")}
+    arrays = {name: _pack(fields[name]) for name in _SIGNALS}
     limits = observation.limits._asdict()
     limits["lowest_bits"] = _pack(limits["lowest_bits"])
     limits["damage"] = limits["damage"] if math.isfinite(limits["damage"]) else None
@@ -107,7 +108,7 @@ def _observation(seen: dict[str, object]) -> Observation:
     limits = dict(seen["limits"])
     limits["lowest_bits"] = _unpack(limits["lowest_bits"])
     limits["damage"] = math.inf if limits["damage"] is None else limits["damage"]
-    arrays = {name: _unpack(seen[name]) for name in ("mass", "features", "confidence")}
+    arrays = {name: _unpack(seen[name]) for name in _SIGNALS}
     bounds = None if seen["rho_bounds"] is None else tuple(seen["rho_bounds"])
     return Observation(
         **{**seen, **arrays, "kv": KVState(*seen["kv"]), "limits": Limits(**limits), "rho_bounds": bounds}

@@ -119,14 +119,26 @@ def test_log_features_are_merged_as_logarithms() -> None:
 def test_rows_get_their_own_experts_signals() -> None:
     layout = layout_of((3, 4), (2, 4))
     table = table_of(layout, np.random.default_rng(0))
-    signals = Signals(torch.rand(2, 4), torch.rand(2, 4, 2, 3), torch.rand(2, 4))
+    signals = Signals(torch.rand(2, 4), torch.rand(2), torch.rand(2, 4, 2, 3), torch.rand(2, 4))
     seen = observe(table, KVState(5, 7), 2, signals, in_flight_bytes=3)
     assert (seen.kv, seen.threshold_blocks, seen.in_flight_bytes) == (KVState(5, 7), 2, 3)
     for row in range(layout.rows):
         at = table.layer[row], table.expert[row]
         assert np.allclose(seen.features[row], signals.features[at][table.projection[row]])
         assert np.isclose(seen.confidence[row], signals.confidence[at])
+    assert np.allclose(seen.routed, signals.routed)
     assert observe(table, KVState(5, 7), 2).mass is None
+
+
+def test_routed_tokens_say_how_much_a_merged_mass_tells() -> None:
+    """One request's own count; as many times that of equal requests; a request that holds little adds little."""
+    stats, _ = routed(3, 0)
+    stats.counts[:] = torch.tensor([10, 10, 1000])[:, None, None]
+    stats.counts[:, 1] = 0
+    stats.mass[:, 1] = 0
+    for blocks, expected in (([1, 0, 0], 40), ([1, 1, 0], 80), ([2, 0, 1], 1 / (4 / 9 / 40 + 1 / 9 / 4000))):
+        merged = merge_requests(stats, torch.tensor(blocks))
+        assert np.allclose(merged.routed, [expected, 0], rtol=1e-5)
 
 
 def test_forecast_counts_whole_blocks() -> None:

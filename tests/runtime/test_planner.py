@@ -13,7 +13,8 @@ from pagedweight.policy import Policy
 from pagedweight.runtime.kv import KVState, target_bytes
 from pagedweight.runtime.observe import Limits
 from pagedweight.runtime.planner import Plan, Queue, initial_bits, plan_step, release_target_bytes
-from pagedweight.runtime.planner_buckets import expert_buckets, routing_buckets
+from pagedweight.runtime.planner_baselines import without_routing
+from pagedweight.runtime.planner_buckets import PRIOR_TOKENS, expert_buckets, routing_of
 from pagedweight.runtime.planner_queue import QueuedPlan, select_best_plan
 from pagedweight.runtime.planner_scores import parent_damage, score_actions
 from tests.runtime.planner_support import (
@@ -39,7 +40,7 @@ def planned(problem: Problem, target: int) -> Plan:
 def lowest_widths(problem: Problem, stage: int, level: int) -> np.ndarray:
     """(R,) lowest width allowed to each row, spelled out row by row."""
     table, policy, pins = problem.table, problem.policy, problem.observation.limits.lowest_bits
-    bucket, _ = routing_buckets(table, problem.observation, policy)
+    bucket = routing_of(table, problem.observation, policy).bucket
     lowest = []
     for row, committed in enumerate(table.committed):
         deepest = max(0, table.widths.index(committed) - policy.depth_caps[level, bucket[row]])
@@ -282,6 +283,42 @@ def test_hot_experts_are_spared() -> None:
     for mass, lowered in (([0.4, 0.4, 0.1, 0.1], {4, 5, 6, 7}), ([0.1, 0.1, 0.4, 0.4], {0, 1, 2, 3})):
         seen = problem.under_pressure(400)._replace(mass=np.array([mass]))
         assert {t.row for t in plan_step(table, seen, equal, Queue())[1].transitions} == lowered
+
+
+@settings(max_examples=60)
+@given(problems, st.floats(0, 1), st.none() | st.integers(0, 2000))
+def test_damage_is_equation_8_with_live_and_calibrated_mass_blended(
+    problem: Problem, trust: float, routed: int | None
+) -> None:
+    """Row by row: s is s_bar times m, which moves from m_cal towards the live mass as tokens are counted."""
+    table, policy = problem.table, problem.policy.replaced(mass_trust=trust, alpha=0.0)
+    layers = int(table.layer.max()) + 1
+    seen = problem.observation._replace(routed=None if routed is None else np.full(layers, float(routed)))
+    damage, routing = score_actions(table, seen, policy).damage, routing_of(table, seen, policy)
+    for row, at in enumerate(np.searchsorted(table.widths, table.committed)):
+        layer, m_cal = table.layer[row], policy.m_cal[row]
+        weight, m = 0.0, m_cal
+        if seen.mass is not None and seen.mass[layer].sum() > 0:
+            weight = trust if routed is None else trust * routed / (routed + PRIOR_TOKENS)
+            of_layer = policy.m_cal[(table.layer == layer) & (table.projection == 0)].sum()
+            m = (1 - weight) * m_cal + weight * of_layer * seen.mass[layer, table.expert[row]]
+        assert np.isclose(routing.mass[row], m)
+        for to in range(at):
+            g = max(policy.s_bar[row, to] * m - policy.s_bar[row, at] * m, 0.0)
+            assert np.isclose(damage[to, row], max(policy.epsilon, routing.multiplier[row] * g), rtol=1e-9)
+
+
+def test_what_this_input_routes_to_is_spared_without_any_multiplier() -> None:
+    """Of two experts that calibration found alike, the one that the requests use keeps its bits."""
+    problem = parent_problem((4,), (2, 4))
+    equal = problem.policy.replaced(s_bar=np.tile([2.0, 1.0], (8, 1)), m_cal=np.full(8, 0.25))
+    table = problem.table._replace(bytes=np.tile([100, 200], (8, 1)))
+    seen = problem.under_pressure(400)._replace(mass=np.array([[0.4, 0.1, 0.4, 0.1]]))
+    assert {t.row for t in plan_step(table, seen, equal, Queue())[1].transitions} == {2, 3, 6, 7}
+    for blind in (equal.replaced(mass_trust=0.0), without_routing(equal)):
+        assert {t.row for t in plan_step(table, seen, blind, Queue())[1].transitions} == {0, 1, 2, 3}
+    unsure = seen._replace(routed=np.zeros(1))
+    assert {t.row for t in plan_step(table, unsure, equal, Queue())[1].transitions} == {0, 1, 2, 3}
 
 
 def test_a_prompt_that_is_sensitive_somewhere_is_spared_there() -> None:
