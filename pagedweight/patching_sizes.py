@@ -56,7 +56,7 @@ def _frame_bytes(layout: Layout, kv_layers: KVLayers) -> int:
 
 def kv_layers_of(model: nn.Module, experts: Sequence[nn.Module]) -> KVLayers:
     """What each layer of the model caches, from a forward over one token in which experts are passed by."""
-    from pagedweight.integrations.hf_cache import probe_shapes
+    from pagedweight.integrations.hf_probe import probe_shapes
 
     if not hasattr(model, "config") or not hasattr(model, "generate"):
         raise ValueError(

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import StaticLayer
 
-from pagedweight.integrations.hf_cache import ArenaCache, ArenaSlidingLayer, layer_shapes, probe_shapes
+from pagedweight.integrations.hf_cache import ArenaCache, ArenaSlidingLayer
+from pagedweight.integrations.hf_probe import layer_shapes, probe_shapes
 from pagedweight.integrations.kv_pool import FrameHoldings, KVPool, SlabShape
 from pagedweight.integrations.kv_slab import Slab, Span, grow
 from pagedweight.runtime.frames import Arena, OutOfFrames
