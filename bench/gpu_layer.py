@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from pagedweight.kernels.device_order import choose_frame_bytes, plane_geometry, stored_columns
+from pagedweight.kernels.launch import join_codebooks
 from pagedweight.kernels.reference import GATES, decode_blocks, routing_reference, to_stored_order
 from pagedweight.layout import BlockTables, MoeLayer, Projection, RoutingStats
 
@@ -87,7 +88,7 @@ class GpuLayer:
     def blocks(self, projection: Projection, experts: range) -> torch.Tensor:
         """(experts, N, 32 * words) fp32 weights in stored order."""
         rows = 2 * torch.tensor(list(experts), device=self.tables.bits.device) + projection
-        return decode_blocks(self.tables, rows, self.geometry[projection])
+        return decode_blocks(self.tables, rows, self.geometry[projection], dict.fromkeys(self.widths, "lut16"))
 
     def keep_dense(self) -> None:
         """All weights in bf16, (E, 2I, H) and (E, H, I), for the baseline."""
@@ -126,6 +127,7 @@ class GpuLayer:
             "frame_bytes": self.frame_bytes,
             "activation": self.shape.activation,
             "widths": list(self.widths),
+            "codebooks": join_codebooks(dict.fromkeys(self.widths, "lut16"), self.widths),
         }
 
     def expected_statistics(self, batch: Batch) -> RoutingStats:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagedweight.layout import MAX_WIDTH, PackedBlock
+from pagedweight.layout import CODEBOOKS, MAX_WIDTH, PackedBlock, table_form
 
 WORD_BITS = 32
 LUT8_ZERO = 64  # lut8 bytes are 0..127 around this, so that two of them add within a byte
-LUT8_MAX_WIDTH = 4
-CUBIC_MIN_WIDTH = 3  # four coefficients are four free values: at 2 bits that is lut16
 
 
 def plane_words(columns: int) -> int:
@@ -64,14 +62,8 @@ def unpack_codes(planes: Tensor, columns: int, bits: int) -> Tensor:
 
 def codebook_of(table: Tensor, bits: int) -> str:
     """The codebook that a width's table belongs to, told by its dtype and shape (see `table_values`)."""
-    entries = 1 << bits
-    kinds = {
-        (torch.float16, entries): "lut16",
-        (torch.uint8, entries + 4): "lut8",
-        (torch.float16, 4): "lut16" if entries == 4 else "cubic",
-        (torch.float32, 2): "affine",
-    }
-    kind = kinds.get((table.dtype, table.shape[-1]))
+    form = (table.dtype, table.shape[-1])
+    kind = next((codebook for codebook in CODEBOOKS if table_form(codebook, bits) == form), None)
     if kind is None:
         raise ValueError(
             f"a {bits}-bit table is {table.dtype} of shape {tuple(table.shape)}; no codebook looks like that"
@@ -101,6 +93,12 @@ def table_values(table: Tensor, bits: int) -> Tensor:
     c3, c2, c1, c0 = table.float().split(1, dim=-1)
     v = (codes - half) / half
     return ((c3 * v + c2) * v + c1) * v + c0
+
+
+def table_from_bytes(octets: Tensor, codebook: str, bits: int) -> Tensor:
+    """The table (..., N, entries) that its bytes (..., N * entries * itemsize) uint8 hold, row after row."""
+    dtype, entries = table_form(codebook, bits)
+    return octets.view(dtype).unflatten(-1, (-1, entries))
 
 
 def dequantize(packed: PackedBlock, bits: int) -> Tensor:

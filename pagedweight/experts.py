@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NoReturn
 
 import torch
 from torch import nn
 
 from pagedweight.kernels import ops
+from pagedweight.kernels.launch import join_codebooks
 from pagedweight.layout import BlockTables, MoeLayer, RoutingStats
 
 
@@ -64,6 +66,7 @@ class PagedExperts(nn.Module):
         *,
         frame_bytes: int,
         widths: tuple[int, ...],
+        codebooks: Mapping[int, str],
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -74,6 +77,7 @@ class PagedExperts(nn.Module):
         self.slots = slots
         self.frame_bytes = frame_bytes
         self.widths = widths
+        self.codebooks = join_codebooks(codebooks, widths)
 
     @property
     def num_experts(self) -> int:
@@ -101,6 +105,7 @@ class PagedExperts(nn.Module):
             self.frame_bytes,
             self.shape.activation,
             list(self.widths),
+            self.codebooks,
         )
 
     def extra_repr(self) -> str:

@@ -17,6 +17,8 @@ import torch
 CODEBOOKS = ("lut16", "lut8", "cubic", "affine")
 ACTIVATIONS = ("silu", "gelu_tanh")
 MAX_WIDTH = 8
+LUT8_MAX_WIDTH = 4
+CUBIC_MIN_WIDTH = 3  # four coefficients are four free values: at 2 bits that is lut16
 
 
 class Projection(enum.IntEnum):
@@ -75,6 +77,36 @@ def normalized_widths(widths: tuple[int, ...]) -> tuple[int, ...]:
     return unique
 
 
+def check_codebook(codebook: str, width: int) -> None:
+    """ValueError when a codebook cannot serve a width."""
+    if codebook not in CODEBOOKS:
+        raise ValueError(f"codebook of {width} bits is {codebook!r}; use one of {', '.join(CODEBOOKS)}")
+    if codebook == "lut8" and width > LUT8_MAX_WIDTH:
+        raise ValueError(f"lut8 at {width} bits; it serves up to {LUT8_MAX_WIDTH} bits, use cubic or affine above")
+    if codebook == "cubic" and width < CUBIC_MIN_WIDTH:
+        raise ValueError(f"cubic at {width} bits; it serves {CUBIC_MIN_WIDTH} bits and more, use lut16 or lut8 below")
+
+
+def table_form(codebook: str, width: int) -> tuple[torch.dtype, int]:
+    """(dtype, entries per row) of a width's table, on the host and, row after row, in a table slot.
+
+    `pagedweight.bitplane.table_values` says what the entries mean.
+    """
+    forms = {
+        "lut16": (torch.float16, 1 << width),
+        "lut8": (torch.uint8, (1 << width) + 4),
+        "cubic": (torch.float16, 4),
+        "affine": (torch.float32, 2),
+    }
+    return forms[codebook]
+
+
+def table_bytes(codebook: str, rows: int, width: int) -> int:
+    """Bytes of the table of a linear-block of `rows` rows."""
+    dtype, entries = table_form(codebook, width)
+    return rows * entries * dtype.itemsize
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Every linear-block of a model, in table-row order: by layer, then expert, then projection.
@@ -95,6 +127,8 @@ class Layout:
         missing = [b for b in self.widths if self.codebooks.get(b) not in CODEBOOKS]
         if missing:
             raise ValueError(f"widths {missing} have no known codebook; use one of {', '.join(CODEBOOKS)}")
+        for width in self.widths:
+            check_codebook(self.codebooks[width], width)
 
     @property
     def parent_width(self) -> int:
@@ -150,7 +184,7 @@ class PackedBlock(NamedTuple):
 
     planes: (P, N, ceil(K / 32)) int32 holding uint32 words; plane 0 is the most significant bit; bit j of word w is
     column 32 w + j; bits beyond K are zero.
-    tables: by width b; for lut16 (N, 2^b) fp16, entry c the value of code c.
+    tables: by width b, (N, entries) as `table_form` has it; for lut16 entry c is the value of code c.
     columns: K.
     """
 

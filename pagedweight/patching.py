@@ -15,7 +15,7 @@ from pagedweight.discovery import ExpertsModule, find_experts
 from pagedweight.integrations.hf_hooks import add_boundary_hook
 from pagedweight.layout import Layout, Projection
 from pagedweight.patching_model import PagedModel
-from pagedweight.patching_pages import PageStore, lut_layout, quantize_layer, weight_only_policy
+from pagedweight.patching_pages import PageStore, layout_of, quantize_layer, weight_only_policy
 from pagedweight.patching_sizes import choose_sizes, kv_layers_of
 from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
@@ -61,7 +61,8 @@ def assemble(
     """Build the runtime for the experts that were found and put it in their place."""
     with torch.inference_mode(False), torch.no_grad():
         opened = None if checkpoint is None else Checkpoint.open(checkpoint)
-        layout = lut_layout([e.shape for e in found], WIDTHS if opened is None else opened.layout.widths)
+        given = () if opened is None else (opened.layout.widths, opened.layout.codebooks)
+        layout = layout_of([e.shape for e in found], *(given or (WIDTHS,)))
         if opened is not None:
             check_same_layers(layout, opened.layout)
             policy = policy or Policy.load(Path(checkpoint) / FOLDER)
@@ -89,7 +90,7 @@ def quantize_into(store: PageStore, found: list[ExpertsModule], done: list[Exper
     """Quantize layer by layer, dropping each layer's dense weights unless they are kept; returns s_i^b, (R, W)."""
     measured = []
     for experts in found:
-        layer = quantize_layer(experts, store.layout.widths)
+        layer = quantize_layer(experts, store.layout)
         for block, packed in layer.blocks:
             store.store(block, packed)
         measured.append(layer.sensitivity)

@@ -135,6 +135,7 @@ class PagedModel:
             self.slots,
             frame_bytes=self.arena.frame_bytes,
             widths=self.layout.widths,
+            codebooks=self.layout.codebooks,
         )
 
     def check(self) -> None:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pagedweight.bitplane import dequantize, table_values
+from pagedweight.bitplane import dequantize, table_from_bytes
 from pagedweight.discovery import PARAMETERS, ExpertsModule
 from pagedweight.kernels.device_order import PlaneGeometry, from_device_order, plane_geometry, to_device_order
-from pagedweight.layout import BlockId, Layout, MoeLayer, PackedBlock, Projection
+from pagedweight.layout import BlockId, Layout, MoeLayer, PackedBlock, Projection, table_bytes
 from pagedweight.policy import Policy
 from pagedweight.quant.model import quantize_block, sensitivity
 from pagedweight.runtime.pages import HostPages, PageSizes
@@ -28,9 +28,14 @@ class QuantizedLayer(NamedTuple):
     sensitivity: np.ndarray
 
 
-def lut_layout(moe_layers: Sequence[MoeLayer], widths: tuple[int, ...]) -> Layout:
-    """The layout with 16-bit tables at every width, which is what kernels read."""
-    return Layout(tuple(moe_layers), widths, dict.fromkeys(widths, "lut16"))
+def layout_of(
+    moe_layers: Sequence[MoeLayer], widths: tuple[int, ...], codebooks: Mapping[int, str] | None = None
+) -> Layout:
+    """The layout of a model's experts, in lut16 where no other codebook is given."""
+    unknown = sorted(set(codebooks or {}) - set(widths))
+    if unknown:
+        raise ValueError(f"codebooks are given for widths {unknown}, which are not among {widths}; leave them out")
+    return Layout(tuple(moe_layers), widths, dict.fromkeys(widths, "lut16") | dict(codebooks or {}))
 
 
 def check_level(level: str) -> None:
@@ -39,16 +44,17 @@ def check_level(level: str) -> None:
 
 
 def quantize_layer(
-    experts: ExpertsModule, widths: tuple[int, ...], importance: Importance | None = None, seed: int = 0
+    experts: ExpertsModule, layout: Layout, importance: Importance | None = None, seed: int = 0
 ) -> QuantizedLayer:
-    """Quantize a layer on its own device; importance by linear-block, ones where not given. Changes nothing."""
-    stacks = [_quantize_projection(experts, projection, widths, importance or {}, seed) for projection in Projection]
+    """Quantize a layer on its own device, to the layout's widths and codebooks; importance by linear-block, ones
+    where not given. Changes nothing."""
+    stacks = [_quantize_projection(experts, projection, layout, importance or {}, seed) for projection in Projection]
     members = [member for pair in zip(*stacks, strict=True) for member in pair]
     return QuantizedLayer([(block, packed) for block, packed, _ in members], np.stack([harm for _, _, harm in members]))
 
 
 def _quantize_projection(
-    experts: ExpertsModule, projection: Projection, widths: tuple[int, ...], importance: Importance, seed: int
+    experts: ExpertsModule, projection: Projection, layout: Layout, importance: Importance, seed: int
 ) -> list[tuple[BlockId, PackedBlock, np.ndarray]]:
     weights = getattr(experts.module, PARAMETERS[projection]).detach()
     blocks = [BlockId(experts.shape.layer, expert, projection) for expert in range(len(weights))]
@@ -65,7 +71,11 @@ def _quantize_projection(
             spread = [(ones if s is None else s.to(stack.device)).expand(stack.shape[1:]) for s in stakes]
         # Rows are quantized one by one, so small experts go through as one tall block.
         tall = quantize_block(
-            stack.flatten(0, 1), widths, importance=None if spread is None else torch.cat(spread), seed=seed
+            stack.flatten(0, 1),
+            layout.widths,
+            importance=None if spread is None else torch.cat(spread),
+            seed=seed,
+            codebooks=layout.codebooks,
         )
         for block, weight, packed, stake in zip(group, stack, _split(tall, len(group)), stakes, strict=True):
             harm = sensitivity(weight, packed, None if stake is None else stake.to(weight.device))
@@ -111,12 +121,12 @@ class PageStore:
         self.host = HostPages(self.sizes, pinned_bytes)
 
     def store(self, block: BlockId, packed: PackedBlock) -> None:
-        """Keep every plane and table of a linear-block; tables of any codebook become 16-bit ones."""
+        """Keep every plane and table of a linear-block."""
         row = self.layout.row(block)
         for plane, page in enumerate(to_device_order(packed.planes, self.geometries[row])):
             self.host.store(row, plane, page)
         for bits in self.layout.widths:
-            self.host.store_table(row, bits, table_values(packed.tables[bits], bits).to(torch.float16))
+            self.host.store_table(row, bits, packed.tables[bits])
 
     def load(self, block: BlockId) -> PackedBlock:
         """The linear-block as it was stored."""
@@ -137,8 +147,9 @@ class PageStore:
         return torch.stack([dequantize(self.load(BlockId(layer.layer, e, projection)), bits) for e in experts])
 
     def _table(self, row: int, bits: int, geometry: PlaneGeometry) -> torch.Tensor:
-        entries = geometry.rows << bits
-        return self.host.table(row, bits)[: 2 * entries].view(torch.float16).view(geometry.rows, -1).clone()
+        codebook = self.layout.codebooks[bits]
+        octets = self.host.table(row, bits)[: table_bytes(codebook, geometry.rows, bits)]
+        return table_from_bytes(octets.clone(), codebook, bits)
 
 
 def page_sizes(layout: Layout, geometries: Sequence[PlaneGeometry]) -> PageSizes:

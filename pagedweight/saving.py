@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from pagedweight.discovery import ExpertsModule, find_experts
 from pagedweight.layout import normalized_widths
 from pagedweight.patching import WIDTHS, assemble, patch
 from pagedweight.patching_model import PagedModel
-from pagedweight.patching_pages import Importance, check_level, lut_layout, quantize_layer, weight_only_policy
+from pagedweight.patching_pages import Importance, check_level, layout_of, quantize_layer, weight_only_policy
 from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
 
@@ -46,13 +46,16 @@ def quantize(
     widths: Sequence[int] = WIDTHS,
     importance: Importance | None = None,
     seed: int = 0,
+    codebooks: Mapping[int, str] | None = None,
 ) -> Path:
     """Quantize a model's routed experts into a folder that load() and from_pretrained() read; returns the folder.
 
     model_or_path: a transformers model, left as it is, or what its from_pretrained takes.
     level: "fast", weighted k-means on the weights alone. widths: supported bitwidths, the largest is the parent width.
     importance: by linear-block, tensors that broadcast to its (N, K), h_ij of Eq. (2); ones by default.
-    ValueError when the model cannot be served, before anything is written.
+    codebooks: by width, how a table of it gives the codes their values, as docs/format.md defines; lut16 where not
+    given. Tables stay in that form on the device: the smaller they are, the more room is left for pages.
+    ValueError when the model cannot be served or a codebook cannot serve its width, before anything is written.
     """
     check_level(level)
     widths = normalized_widths(tuple(widths))
@@ -62,13 +65,13 @@ def quantize(
     if hasattr(model, "pagedweight"):
         raise ValueError("the model is patched; write it with pagedweight.save(model, directory), or unpatch it first")
     found = find_experts(model)
-    layout = lut_layout([experts.shape for experts in found], widths)
+    layout = layout_of([experts.shape for experts in found], widths, codebooks)
     rest = _without_experts(model, found)
     writer = CheckpointWriter(out, layout)
     _save_rest(model, out, rest)
     sensitivities = []
     for experts in found:
-        layer = quantize_layer(experts, widths, importance, seed)
+        layer = quantize_layer(experts, layout, importance, seed)
         for block, packed in layer.blocks:
             writer.add(block, packed)
         sensitivities.append(layer.sensitivity)

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import torch
 
+from pagedweight.bitplane import table_values
 from pagedweight.kernels.device_order import choose_frame_bytes, plane_geometry, row_words, to_device_order
-from pagedweight.kernels.launch import LaunchConfig
+from pagedweight.kernels.launch import LaunchConfig, join_codebooks
 from pagedweight.kernels.reference import fused_moe_reference
-from pagedweight.layout import BlockTables, MoeLayer, Projection, RoutingStats
+from pagedweight.layout import BlockTables, MoeLayer, Projection, RoutingStats, table_bytes
 
 # Maximum error relative to the reference's maximum. 16-bit types round the operands of every product once.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}
@@ -45,11 +46,12 @@ class Layer(NamedTuple):
     first_row: int
     codes: list[torch.Tensor]
     tables: list[dict[int, torch.Tensor]]
+    codebooks: dict[int, str]
 
     def weight(self, row: int, bits: int) -> torch.Tensor:
         """(N, K) fp64 values of one linear-block at a width."""
         codes = self.codes[row] >> (self.widths[-1] - bits)
-        return self.tables[row][bits].double().gather(1, codes.long())
+        return table_values(self.tables[row][bits], bits).double().gather(1, codes.long())
 
     def dense(self, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """gate_up (E, 2I, H) and down (E, H, I) in fp64 at committed widths bits (2E,)."""
@@ -85,7 +87,8 @@ class Layer(NamedTuple):
         """
         generator = torch.Generator().manual_seed(seed)
         geometries = [plane_geometry(*codes.shape, self.frame_bytes) for codes in self.codes]
-        runs = [-(-2 * len(c) * 2 ** int(b) // self.frame_bytes) for c, b in zip(self.codes, bits, strict=True)]
+        sizes = [table_bytes(self.codebooks[int(b)], len(c), int(b)) for c, b in zip(self.codes, bits, strict=True)]
+        runs = [-(-size // self.frame_bytes) for size in sizes]
         planes = sum(g.frames * int(b) for g, b in zip(geometries, bits, strict=True))
         memory = aligned_bytes((sum(runs) + planes + spare_frames) * self.frame_bytes, garbage)
         order = sum(runs) + torch.randperm(planes + spare_frames, generator=generator)
@@ -112,7 +115,7 @@ class Layer(NamedTuple):
                 pages |= ~to_device_order(ones, geometry)
             memory.view(-1, self.frame_bytes)[frames] = pages.reshape(width, geometry.frames, -1)
             tables.frame_address[row, :width, : geometry.frames] = self.frame_bytes * frames
-            table = self.tables[i][width].reshape(-1).view(torch.uint8)
+            table = self.tables[i][width].contiguous().view(-1).view(torch.uint8)
             memory[offsets[i] : offsets[i] + len(table)] = table
             tables.table_address[row] = offsets[i]
             tables.bits[row] = width
@@ -134,6 +137,7 @@ class Layer(NamedTuple):
             "frame_bytes": self.frame_bytes,
             "activation": self.shape.activation,
             "widths": list(self.widths),
+            "codebooks": join_codebooks(self.codebooks, self.widths),
         }
 
 
@@ -147,18 +151,33 @@ def make_layer(
     seed: int = 0,
     first_row: int = 0,
     frame_bytes: int | None = None,
+    codebooks: dict[int, str] | None = None,
 ) -> Layer:
-    """A layer of random codes and random fp16 tables, scaled so that outputs are near 1."""
+    """A layer of random codes and tables, scaled so that outputs are near 1; codebooks: lut16 where not given."""
     generator = torch.Generator().manual_seed(seed)
     shape = MoeLayer(0, experts, hidden, intermediate, activation)
+    books = {b: (codebooks or {}).get(b, "lut16") for b in widths}
     codes, tables = [], []
     for _ in range(experts):
         for projection in Projection:
             n, k = shape.shape(projection)
             codes.append(torch.randint(0, 2 ** widths[-1], (n, k), generator=generator, dtype=torch.uint8))
-            tables.append({b: (torch.randn(n, 2**b, generator=generator) * k**-0.5).half() for b in widths})
+            tables.append({b: random_table(books[b], n, b, k**-0.5, generator) for b in widths})
     chosen = frame_bytes or choose_frame_bytes([shape.shape(projection) for projection in Projection])
-    return Layer(shape, widths, chosen, first_row, codes, tables)
+    return Layer(shape, widths, chosen, first_row, codes, tables, books)
+
+
+def random_table(codebook: str, rows: int, bits: int, size: float, generator: torch.Generator) -> torch.Tensor:
+    """A table of rows that differ, whose values are of about the given size."""
+    if codebook == "lut16":
+        return (torch.randn(rows, 2**bits, generator=generator) * size).half()
+    scale = size * (0.5 + torch.rand(rows, 1, generator=generator))
+    if codebook == "lut8":
+        octets = torch.randint(0, 128, (rows, 2**bits), generator=generator, dtype=torch.uint8)
+        return torch.cat([octets, (scale / 37).view(torch.uint8)], 1)
+    if codebook == "affine":
+        return torch.cat([scale / 2 ** (bits - 1), size * torch.randn(rows, 1, generator=generator)], 1)
+    return (torch.randn(rows, 4, generator=generator) * size).half()
 
 
 def draw_bits(layer: Layer, seed: int = 0) -> torch.Tensor:

@@ -29,6 +29,7 @@ def paged_layer(slots=2, **shape):
         TokenSlots(4, DEVICE),
         frame_bytes=layer.frame_bytes,
         widths=layer.widths,
+        codebooks=layer.codebooks,
     )
     return layer, module
 

@@ -64,6 +64,8 @@ def test_case_13_widths_are_sorted_and_unique(widths, expected):
         (lambda: Layout((), (2,), LUT16), "no MoE layer"),
         (lambda: Layout((MoeLayer(0, 1, 8, 8),), (4, 2), LUT16), "give them sorted"),
         (lambda: Layout((MoeLayer(0, 1, 8, 8),), (2, 4), {2: "lut16"}), r"widths \[4\] have no known codebook"),
+        (lambda: Layout((MoeLayer(0, 1, 8, 8),), (5,), {5: "lut8"}), "lut8 at 5 bits"),
+        (lambda: Layout((MoeLayer(0, 1, 8, 8),), (2,), {2: "cubic"}), "cubic at 2 bits"),
     ],
 )
 def test_impossible_layouts_are_refused(make, says):

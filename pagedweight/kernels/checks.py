@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pagedweight.kernels.launch import split_codebooks
 from pagedweight.layout import ACTIVATIONS, BlockTables, RoutingStats
 
 INPUT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -29,12 +30,14 @@ def check_arguments(
     frame_bytes: int,
     activation: str,
     widths: list[int],
+    codebooks: str,
 ) -> None:
     """ValueError, in one sentence, for the first of fused_moe's arguments that does not fit the others."""
     tables, stats = BlockTables(bits, frame_address, table_address, memory), RoutingStats(mass, counts, features)
     _check_batch(x, expert_ids, expert_weights, token_slot)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; supported are {', '.join(ACTIVATIONS)}")
+    split_codebooks(codebooks, widths)
     if expert_ids.shape[1] > experts:
         raise ValueError(f"expert_ids name {expert_ids.shape[1]} experts per token, but the layer has {experts}")
     if first_row < 0 or first_row + 2 * experts > len(bits):

@@ -10,6 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
+LUT8_ZERO = tl.constexpr(64)
+
+
+@triton.constexpr_function
+def book_at(books, index):
+    """books[index] as a constexpr; plain indexing loses that for strings."""
+    return books[index]
+
 
 @triton.jit
 def column_at(position, K: tl.constexpr):
@@ -58,6 +66,39 @@ def word_offset(rows, word, K: tl.constexpr, ROWS_PER_FRAME: tl.constexpr):
 
 
 @triton.jit
+def load_values(table_ptr, width, rows, mask_rows, code, mask_entry, BOOK: tl.constexpr):
+    """Values of codes (BLOCK_N, WORDS, 4, 8), as `pagedweight.bitplane.table_values` defines them.
+
+    fp16 for lut16, else fp32; zero where a lut's entry or a formula's row is masked. table_ptr: to fp16.
+    """
+    if BOOK == "lut16":
+        entry = tl.max_contiguous((rows << width)[:, None, None, None] + code, (2, 4, 1, 8))
+        return tl.load(table_ptr + entry, mask=mask_entry, other=0.0)
+    elif BOOK == "lut8":
+        row_bytes = (1 << width) + 4
+        octets_ptr = table_ptr.to(tl.pointer_type(tl.uint8))
+        octet = tl.load(octets_ptr + (rows * row_bytes)[:, None, None, None] + code, mask=mask_entry, other=LUT8_ZERO)
+        scale_ptr = table_ptr.to(tl.pointer_type(tl.float32)) + rows * (row_bytes // 4) + (1 << width) // 4
+        scale = tl.load(scale_ptr, mask=mask_rows, other=0.0)
+        return scale[:, None, None, None] * (octet.to(tl.float32) - LUT8_ZERO)
+    else:
+        half = (1 << (width - 1)).to(tl.float32)
+        if BOOK == "affine":
+            row_ptr = table_ptr.to(tl.pointer_type(tl.float32)) + 2 * rows
+            scale = tl.load(row_ptr, mask=mask_rows, other=0.0)[:, None, None, None]
+            offset = tl.load(row_ptr + 1, mask=mask_rows, other=0.0)[:, None, None, None]
+            return scale * (code.to(tl.float32) + 0.5 - half) + offset
+        else:
+            v = code.to(tl.float32) / half - 1.0
+            row_ptr = table_ptr + 4 * rows
+            value = tl.zeros_like(v)
+            for power in tl.static_range(4):
+                coefficient = tl.load(row_ptr + power, mask=mask_rows, other=0.0).to(tl.float32)
+                value = value * v + coefficient[:, None, None, None]
+            return value
+
+
+@triton.jit
 def load_weights(
     frames_ptr,
     table_ptr,
@@ -70,11 +111,12 @@ def load_weights(
     BLOCK_N: tl.constexpr,
     WORDS: tl.constexpr,
     ROWS_PER_FRAME: tl.constexpr,
+    BOOK: tl.constexpr = "lut16",
 ):
-    """(BLOCK_N, 32 * WORDS) fp16 weights in stored order: w[n, k] = table[n, code(n, k)], zero where masked.
+    """(BLOCK_N, 32 * WORDS) weights in stored order: the values of code(n, k), finite where masked.
 
     frames_ptr: the linear-block's addresses [P, frames]; only the first `width` planes are read.
-    table_ptr: to its fp16 table [N, 2^width].
+    table_ptr: to its table of that width in the codebook BOOK, whatever its type, as a pointer to fp16.
     """
     STORED_WORDS: tl.constexpr = (K + 63) // 64 * 2
     PADDED: tl.constexpr = K % 64 != 0
@@ -102,8 +144,7 @@ def load_weights(
         mask_entry = mask[:, :, None, None] & (column_at(position, K) < K)[None, :, :, :]
     else:
         mask_entry = tl.broadcast_to(mask[:, :, None, None], (BLOCK_N, WORDS, 4, 8))
-    entry = tl.max_contiguous((rows << width)[:, None, None, None] + code, (2, 4, 1, 8))
-    value = tl.load(table_ptr + entry, mask=mask_entry, other=0.0)
+    value = load_values(table_ptr, width, rows, mask_rows, code, mask_entry, BOOK)
     return tl.reshape(value, (BLOCK_N, 32 * WORDS))
 
 
@@ -123,11 +164,48 @@ def add_product(
     WORDS: tl.constexpr,
     ROWS_PER_FRAME: tl.constexpr,
     OPERAND: tl.constexpr,
+    BOOKS: tl.constexpr,
+    BOOK_WIDTHS: tl.constexpr,
 ):
     """acc[m, n] + sum_k x[m, k] * w[n, k] over all K columns of a linear-block.
 
+    BOOKS: codebooks in use. BOOK_WIDTHS: for each, the set of its widths, bit b for width b.
     x_ptr: (BLOCK_M,) pointers to permuted input rows of ceil(K / 64) * 64 entries; padding entries may be anything.
     """
+    if len(BOOKS) == 1:
+        acc = _add_product(
+            acc, x_ptr, mask_tokens, frames_ptr, table_ptr, width, rows, mask_rows, frames,
+            K, BLOCK_N, WORDS, ROWS_PER_FRAME, OPERAND, book_at(BOOKS, 0),
+        )  # fmt: skip
+    else:
+        # A loop for each codebook, of which a linear-block runs one: nothing is chosen between inside a loop.
+        for i in tl.static_range(len(BOOKS)):
+            if (BOOK_WIDTHS[i] >> width) & 1:
+                acc = _add_product(
+                    acc, x_ptr, mask_tokens, frames_ptr, table_ptr, width, rows, mask_rows, frames,
+                    K, BLOCK_N, WORDS, ROWS_PER_FRAME, OPERAND, book_at(BOOKS, i),
+                )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def _add_product(
+    acc,
+    x_ptr,
+    mask_tokens,
+    frames_ptr,
+    table_ptr,
+    width,
+    rows,
+    mask_rows,
+    frames,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WORDS: tl.constexpr,
+    ROWS_PER_FRAME: tl.constexpr,
+    OPERAND: tl.constexpr,
+    BOOK: tl.constexpr,
+):
     STORED: tl.constexpr = (K + 63) // 64 * 64
     BLOCK_K: tl.constexpr = 32 * WORDS
     for first in range(0, STORED, BLOCK_K):
@@ -137,7 +215,7 @@ def add_product(
             mask_k = mask_k & (column_at(position, K) < K)
         x = tl.load(x_ptr[:, None] + position[None, :], mask=mask_tokens[:, None] & mask_k[None, :], other=0.0)
         weights = load_weights(
-            frames_ptr, table_ptr, width, rows, mask_rows, first // 32, frames, K, BLOCK_N, WORDS, ROWS_PER_FRAME
+            frames_ptr, table_ptr, width, rows, mask_rows, first // 32, frames, K, BLOCK_N, WORDS, ROWS_PER_FRAME, BOOK
         )
         acc = tl.dot(x.to(OPERAND), tl.trans(weights.to(OPERAND)), acc, input_precision="ieee")
     return acc

@@ -5,6 +5,7 @@ Grids and scratch depend on shapes alone; widths and addresses are read on the d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ import triton.language as tl
 from pagedweight.kernels.codes import add_product, operand_type, position_of
 from pagedweight.kernels.device_order import PlaneGeometry, plane_geometry, row_words
 from pagedweight.kernels.gates import gate_activation
-from pagedweight.kernels.launch import LaunchConfig, choose, shared_limit
+from pagedweight.kernels.launch import LaunchConfig, choose, shared_limit, split_codebooks
 from pagedweight.kernels.permute import launch_permute
 from pagedweight.kernels.routing import Grouping, launch_group, launch_routing
 from pagedweight.kernels.weighted_sum import launch_weighted_sum
@@ -48,6 +49,8 @@ def _gate_up_kernel(
     ROWS_PER_FRAME: tl.constexpr,
     ACTIVATION: tl.constexpr,
     OPERAND: tl.constexpr,
+    BOOKS: tl.constexpr,
+    BOOK_WIDTHS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WORDS: tl.constexpr,
@@ -85,6 +88,8 @@ def _gate_up_kernel(
             WORDS,
             ROWS_PER_FRAME,
             OPERAND,
+            BOOKS,
+            BOOK_WIDTHS,
         )
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
         inner = gate_activation(gate, ACTIVATION) * up
@@ -116,6 +121,8 @@ def _down_kernel(
     I: tl.constexpr,  # noqa: E741
     ROWS_PER_FRAME: tl.constexpr,
     OPERAND: tl.constexpr,
+    BOOKS: tl.constexpr,
+    BOOK_WIDTHS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WORDS: tl.constexpr,
@@ -149,6 +156,8 @@ def _down_kernel(
             WORDS,
             ROWS_PER_FRAME,
             OPERAND,
+            BOOKS,
+            BOOK_WIDTHS,
         )
         tl.store(y_ptr + pair[:, None] * H + column[None, :], acc, mask=mask_m[:, None] & (column < H)[None, :])
 
@@ -162,8 +171,10 @@ class _Launch:
     config: LaunchConfig
     operand: tl.dtype
     first_row: int
+    codebooks: Mapping[int, str]
 
     def arguments(self, geometry: PlaneGeometry) -> dict[str, object]:
+        books = tuple(sorted(set(self.codebooks.values())))
         return {
             "pairs_ptr": self.grouping.pairs,
             "last_ptr": self.grouping.last,
@@ -177,6 +188,8 @@ class _Launch:
             "frames": self.tables.frame_address.shape[2],
             "ROWS_PER_FRAME": geometry.rows_per_frame,
             "OPERAND": self.operand,
+            "BOOKS": books,
+            "BOOK_WIDTHS": tuple(sum(1 << b for b, name in self.codebooks.items() if name == book) for book in books),
             "BLOCK_M": self.config.block_m,
             "BLOCK_N": self.config.block_n,
             "WORDS": self.config.words,
@@ -204,6 +217,7 @@ def launch_fused_moe(
     frame_bytes: int,
     activation: str,
     widths: list[int],
+    codebooks: str,
     config: LaunchConfig | None = None,
 ) -> torch.Tensor:
     """`fused_moe` by the grouped kernels, for any number of tokens, on the current device.
@@ -211,6 +225,7 @@ def launch_fused_moe(
     Deterministic; safe to capture in a CUDA graph. The op has checked the arguments.
     """
     tables, stats = BlockTables(bits, frame_address, table_address, memory), RoutingStats(mass, counts, features)
+    books = dict(zip(widths, split_codebooks(codebooks, widths), strict=True))
     tokens, per_token = expert_ids.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     config = config or choose(experts, tokens * per_token, x.element_size(), shared_limit(x.device))
@@ -232,6 +247,7 @@ def launch_fused_moe(
             intermediate=intermediate,
             frame_bytes=frame_bytes,
             activation=activation,
+            codebooks=books,
         )
     return out
 
@@ -252,11 +268,12 @@ def _launch_part(
     intermediate: int,
     frame_bytes: int,
     activation: str,
+    codebooks: Mapping[int, str],
 ) -> None:
     gate_up = plane_geometry(2 * intermediate, x.shape[1], frame_bytes)
     down = plane_geometry(x.shape[1], intermediate, frame_bytes)
     grouping = launch_group(expert_ids, experts, config.block_m)
-    launch = _Launch(tables, grouping, config, operand_type(x.dtype), first_row)
+    launch = _Launch(tables, grouping, config, operand_type(x.dtype), first_row, codebooks)
     stored, norms = launch_permute(x)
     inner, squares = _launch_gate_up(stored, launch, gate_up, intermediate, activation, expert_ids.numel())
     y = _launch_down(inner, launch, down, expert_ids.numel())

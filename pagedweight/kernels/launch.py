@@ -1,13 +1,31 @@
-"""Launch settings: what a launch may choose, what a device allows, and the measured choice."""
+"""Launch settings: codebooks as an op takes them, what a launch may choose, and the measured choice."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from pagedweight.layout import check_codebook
+
 # Where kernels are interpreted, nothing limits a program.
 INTERPRETED_SHARED_BYTES = 1 << 40
+
+
+def join_codebooks(codebooks: Mapping[int, str], widths: Sequence[int]) -> str:
+    """Codebooks by width as the one string that fused_moe takes, since an op has no lists of strings."""
+    return ",".join(codebooks[width] for width in widths)
+
+
+def split_codebooks(joined: str, widths: Sequence[int]) -> tuple[str, ...]:
+    """The codebook of every width; ValueError when there is not one for each, or one cannot serve its width."""
+    codebooks = tuple(joined.split(","))
+    if len(codebooks) != len(widths):
+        raise ValueError(f"codebooks is {joined!r} for widths {tuple(widths)}; give one for each width")
+    for codebook, width in zip(codebooks, widths, strict=True):
+        check_codebook(codebook, width)
+    return codebooks
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ def fused_moe(
     frame_bytes: int,
     activation: str,
     widths: list[int],
+    codebooks: str,
 ) -> torch.Tensor:
     """One MoE layer's routed experts over paged planes; adds to the routing statistics.
 
@@ -47,7 +48,7 @@ def fused_moe(
         mass, counts, features: layout.RoutingStats, added to.
         layer_index: the layer's place in the statistics; first_row: the table row of (expert 0, gate_up).
         experts, intermediate: E and I. frame_bytes: size of a frame. activation: one of layout.ACTIVATIONS.
-        widths: supported widths, ascending.
+        widths: supported widths, ascending. codebooks: theirs, as `launch.join_codebooks` makes it.
 
     Returns (T, H) in x.dtype. Raises ValueError when the arguments do not fit each other.
     """
@@ -70,6 +71,7 @@ def fused_moe(
         frame_bytes,
         activation,
         widths,
+        codebooks,
     )
     check_arguments(*arguments)
     return launch_on_cuda(*arguments)

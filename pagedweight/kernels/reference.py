@@ -5,14 +5,17 @@ Weights are decoded in the stored column order and the inputs are permuted to it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
+from pagedweight.bitplane import table_from_bytes, table_values
 from pagedweight.kernels.device_order import BLOCK_WORDS, PlaneGeometry, plane_geometry, stored_columns
-from pagedweight.layout import BlockTables, Projection, RoutingStats
+from pagedweight.kernels.launch import split_codebooks
+from pagedweight.layout import BlockTables, Projection, RoutingStats, table_bytes
 
 GATES = {"silu": functional.silu, "gelu_tanh": partial(functional.gelu, approximate="tanh")}
 
@@ -58,6 +61,7 @@ def fused_moe_reference(
     frame_bytes: int,
     activation: str,
     widths: list[int],
+    codebooks: str,
 ) -> torch.Tensor:
     """out[t] = sum_a w[t, a] * down_e(act(gate_e x[t]) * up_e x[t]), e = expert_ids[t, a], in fp32. See `fused_moe`."""
     tokens, hidden = x.shape
@@ -66,6 +70,7 @@ def fused_moe_reference(
     gate_up_plane = plane_geometry(2 * intermediate, hidden, frame_bytes)
     down_plane = plane_geometry(hidden, intermediate, frame_bytes)
     pairs = group_pairs(expert_ids, experts)
+    books = dict(zip(widths, split_codebooks(codebooks, widths), strict=True))
 
     inputs = x.float()
     stored_inputs = to_stored_order(inputs)
@@ -73,8 +78,8 @@ def fused_moe_reference(
     outputs = inputs.new_zeros(tokens * per_token, hidden)
     for active, groups in _chunks(pairs, gate_up_plane.rows * hidden + down_plane.rows * intermediate):
         rows = first_row + 2 * torch.tensor(active, device=x.device)
-        gate_up = decode_blocks(tables, rows + Projection.GATE_UP, gate_up_plane)
-        down = decode_blocks(tables, rows + Projection.DOWN, down_plane)
+        gate_up = decode_blocks(tables, rows + Projection.GATE_UP, gate_up_plane, books)
+        down = decode_blocks(tables, rows + Projection.DOWN, down_plane, books)
         for gate_up_weight, down_weight, group in zip(gate_up, down, groups, strict=True):
             gate, up = functional.linear(stored_inputs[group // per_token], gate_up_weight).chunk(2, dim=-1)
             inner = GATES[activation](gate) * up
@@ -137,29 +142,33 @@ def to_stored_order(inputs: torch.Tensor) -> torch.Tensor:
     return permuted if padding is None else permuted.index_fill_(1, padding, 0.0)
 
 
-def decode_blocks(tables: BlockTables, rows: torch.Tensor, geometry: PlaneGeometry) -> torch.Tensor:
+def decode_blocks(
+    tables: BlockTables, rows: torch.Tensor, geometry: PlaneGeometry, codebooks: Mapping[int, str]
+) -> torch.Tensor:
     """The linear-blocks of table rows (B,) at their committed widths: fp32 (B, N, 32 * words) in stored order.
 
-    Padding positions hold zero. Reads only committed planes and tables.
+    codebooks: by width. Padding positions hold zero. Reads only committed planes and tables.
     """
     widths = tables.bits[rows]
     values = torch.empty(len(rows), geometry.rows, 32 * geometry.words, device=rows.device)
     for width in widths.unique().tolist():
         chosen = (widths == width).nonzero()[:, 0]
         codes = _block_codes(tables, rows[chosen], geometry, width)
-        entries = _block_entries(tables, rows[chosen], geometry.rows * 2**width)
+        entries = _block_entries(tables, rows[chosen], geometry.rows, width, codebooks[width])
         row_start = torch.arange(0, entries.numel(), 2**width, dtype=torch.int32, device=rows.device)
         index = row_start.view(*codes.shape[:2], 1) + codes.int()
         # index_select: four times faster than indexing on a CPU.
-        values[chosen] = entries.view(-1).index_select(0, index.view(-1)).view(codes.shape).float()
+        values[chosen] = entries.view(-1).index_select(0, index.view(-1)).view(codes.shape)
     padding = _stored_index(geometry.columns, rows.device)[1]
     return values if padding is None else values.index_fill_(2, padding, 0.0)
 
 
-def _block_entries(tables: BlockTables, rows: torch.Tensor, size: int) -> torch.Tensor:
-    """(B, size) fp16: the tables of rows (B,)."""
+def _block_entries(tables: BlockTables, rows: torch.Tensor, height: int, width: int, codebook: str) -> torch.Tensor:
+    """(B, N, 2^width) fp32: the value of every code in linear-blocks of N = height rows."""
     offsets = (tables.table_address[rows] - tables.memory.data_ptr()).tolist()
-    return torch.stack([tables.memory[offset : offset + 2 * size].view(torch.float16) for offset in offsets])
+    size = table_bytes(codebook, height, width)
+    octets = torch.stack([tables.memory[offset : offset + size] for offset in offsets])
+    return table_values(table_from_bytes(octets, codebook, width), width)
 
 
 def _block_codes(tables: BlockTables, rows: torch.Tensor, geometry: PlaneGeometry, width: int) -> torch.Tensor:

@@ -9,24 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagedweight.bitplane import CUBIC_MIN_WIDTH, LUT8_MAX_WIDTH, LUT8_ZERO
-from pagedweight.layout import CODEBOOKS
+from pagedweight.bitplane import LUT8_ZERO
+from pagedweight.layout import check_codebook
 
 SMOOTH_CODEBOOKS = ("cubic", "affine")  # formulas: a code's value cannot move without the others'
 FP16_MAX = torch.finfo(torch.float16).max
 RIDGE = 1e-9  # relative to the system's mean diagonal: rows with fewer codes than coefficients stay solvable
 LUT8_LEVELS = 63  # bytes 1..127 around 64
 LUT8_REFITS = 3
-
-
-def check_codebook(codebook: str, bits: int) -> None:
-    """ValueError when a codebook cannot serve a width."""
-    if codebook not in CODEBOOKS:
-        raise ValueError(f"codebook of {bits} bits is {codebook!r}; use one of {', '.join(CODEBOOKS)}")
-    if codebook == "lut8" and bits > LUT8_MAX_WIDTH:
-        raise ValueError(f"lut8 at {bits} bits; it serves up to {LUT8_MAX_WIDTH} bits, use cubic or affine above")
-    if codebook == "cubic" and bits < CUBIC_MIN_WIDTH:
-        raise ValueError(f"cubic at {bits} bits; it serves {CUBIC_MIN_WIDTH} bits and more, use lut16 or lut8 below")
 
 
 def fit_table(codebook: str, weights: Tensor, means: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pagedweight.bitplane import dequantize, pack_codes
-from pagedweight.layout import PackedBlock, normalized_widths
-from pagedweight.quant.codebooks import FP16_MAX, SMOOTH_CODEBOOKS, check_codebook, fit_table
+from pagedweight.layout import PackedBlock, check_codebook, normalized_widths
+from pagedweight.quant.codebooks import FP16_MAX, SMOOTH_CODEBOOKS, fit_table
 from pagedweight.quant.kmeans import cluster_rows
 from pagedweight.quant.sorted_rows import fill_empty
 

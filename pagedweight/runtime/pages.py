@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pagedweight.layout import Layout
+from pagedweight.layout import Layout, table_bytes
 
 # Page-locking costs per call, and the allocator of page-locked memory rounds each request up to a power of two: so
 # chunks are large powers of two, and a page takes what it needs of one.
@@ -25,7 +25,8 @@ class PageSizes(NamedTuple):
     """Frames that pages and tables take.
 
     widths: supported widths, ascending. plane_frames: int64 (R,), frames of one plane. table_frames: int64 (R, W),
-    frames of the table of widths[w].
+    frames of the slot for the table of widths[w]; above the floor never fewer than a narrower width's, so that
+    lowering always finds room in the slot.
     """
 
     widths: tuple[int, ...]
@@ -35,12 +36,15 @@ class PageSizes(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, plane_frames: np.ndarray, frame_bytes: int) -> PageSizes:
-        """Sizes for a layout's lut16 tables ((N, 2^b) fp16), given the frames of a plane of each row."""
+        """Sizes for a layout, given the frames of a plane of each row."""
         if len(plane_frames) != layout.rows:
             raise ValueError(f"plane_frames has {len(plane_frames)} entries; the layout has {layout.rows} rows")
         rows = np.array([n for n, _ in layout.row_shapes()], dtype=np.int64)
-        table_bytes = rows[:, None] * 2 * 2 ** np.array(layout.widths, dtype=np.int64)
-        return cls(layout.widths, frame_bytes, np.asarray(plane_frames, np.int64), -(-table_bytes // frame_bytes))
+        row_bytes = np.array([table_bytes(layout.codebooks[b], 1, b) for b in layout.widths], dtype=np.int64)
+        # A cubic of 5 bits is smaller than a byte table of 4.
+        row_bytes[1:] = np.maximum.accumulate(row_bytes[1:])
+        table_frames = -(-rows[:, None] * row_bytes // frame_bytes)
+        return cls(layout.widths, frame_bytes, np.asarray(plane_frames, np.int64), table_frames)
 
     @property
     def planes(self) -> int:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pagedweight.kernels.fused_moe import launch_fused_moe
 from pagedweight.kernels.launch import LaunchConfig, choose
 from pagedweight.kernels.ops import fused_moe
-from pagedweight.layout import RoutingStats
+from pagedweight.layout import CODEBOOKS, RoutingStats
 from tests.support import (
     DEVICE,
     assert_close,
@@ -47,6 +47,17 @@ def layers(draw, least_experts=1):
     )
 
 
+@st.composite
+def mappings(draw, widths):
+    """A codebook for every width, any that serves it."""
+    return {
+        b: draw(
+            st.sampled_from([book for book in CODEBOOKS if (book != "lut8" or b <= 4) and (book != "cubic" or b > 2)])
+        )
+        for b in widths
+    }
+
+
 def same(left, right):
     return torch.equal(left.out, right.out) and all(map(torch.equal, left.stats, right.stats))
 
@@ -70,6 +81,29 @@ def test_kernel_equals_twin(layer, data):
     assert_close(kernel.out, twin.out)
     assert torch.equal(kernel.stats.counts, twin.stats.counts)
     torch.testing.assert_close(kernel.stats.mass, twin.stats.mass)
+    assert_close(kernel.stats.features, twin.stats.features, dtype)
+
+
+@given(st.data())
+def test_kernel_twin_and_definition_agree_under_any_codebooks(data):
+    widths = tuple(range(2, 9))
+    layer = make_layer(
+        data.draw(st.integers(1, 4)),
+        data.draw(st.sampled_from([33, 64, 100])),
+        data.draw(st.sampled_from([22, 40])),
+        widths,
+        seed=data.draw(st.integers(0, 99)),
+        codebooks=data.draw(mappings(widths)),
+    )
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+    bits = draw_bits(layer, data.draw(st.integers(0, 99)))
+    ids, weights = draw_routing(6, layer.shape.experts, 1)
+    x = draw_tokens(6, layer.shape.hidden, 1, dtype)
+    tables = layer.place(bits, padding=1)
+    twin = run_twin(layer, tables, x, ids, weights)
+    assert_close(twin.out, layer.moe(x, ids, weights, bits), dtype)
+    kernel = run_kernel(layer, tables, x, ids, weights)
+    assert_close(kernel.out, twin.out)
     assert_close(kernel.stats.features, twin.stats.features, dtype)
 
 

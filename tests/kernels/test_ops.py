@@ -77,6 +77,10 @@ def test_case_95_registering_twice_is_harmless():
         ("counts", torch.zeros(1, 1, 3, dtype=torch.int32), "of the same shape"),
         ("features", torch.zeros(1, 1, 4, 2), "of the same shape"),
         ("activation", "relu", "activation is 'relu'"),
+        ("codebooks", "lut16,lut16", "give one for each width"),
+        ("codebooks", "lut16,lut16,lut16,lut8,lut16", "lut8 at 5 bits"),
+        ("codebooks", "cubic,lut16,lut16,lut16,lut16", "cubic at 2 bits"),
+        ("codebooks", "lut4,lut16,lut16,lut16,lut16", "codebook of 2 bits is 'lut4'"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(name, value, says):

@@ -48,7 +48,7 @@ def test_decoding_follows_the_committed_width_of_each_block(layer, seed):
     for projection in (0, 1):
         rows = torch.arange(projection, len(bits), 2)
         geometry = plane_geometry(*layer.codes[projection].shape, layer.frame_bytes)
-        weights = decode_blocks(tables, layer.first_row + rows, geometry)
+        weights = decode_blocks(tables, layer.first_row + rows, geometry, layer.codebooks)
         probe = to_stored_order(torch.eye(geometry.columns))
         for row, weight in zip(rows.tolist(), weights, strict=True):
             assert torch.equal(weight @ probe.T, layer.weight(row, int(bits[row])).float())

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedweight.bitplane import codebook_of, dequantize, table_values
-from pagedweight.quant.codebooks import check_codebook, fit_table
+from pagedweight.layout import check_codebook
+from pagedweight.quant.codebooks import fit_table
 from pagedweight.quant.model import quantize_block, sensitivity
 
 

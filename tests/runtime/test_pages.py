@@ -23,6 +23,14 @@ def test_resident_bytes_count_planes_the_width_table_and_the_floor_table_once():
         PageSizes.of(LAYOUT, np.array([1, 2]), 128)
 
 
+def test_a_slot_has_room_for_every_narrower_table_above_the_floor():
+    layout = Layout((MoeLayer(0, 1, 64, 32),), (2, 3, 4, 5, 6), dict(enumerate(("lut8",) * 3 + ("cubic", "affine"), 2)))
+    found = PageSizes.of(layout, np.array([2, 2]), 128)
+    # N = 64 rows of 8, 12, 20, 8 and 8 bytes; at 5 and 6 bits the slot stays as large as the 4-bit table.
+    assert found.table_frames[0].tolist() == [4, 6, 10, 10, 10]
+    assert (found.resident_bytes()[0] // 128).tolist() == [4 + 4, 6 + 6 + 4, 8 + 10 + 4, 10 + 10 + 4, 12 + 10 + 4]
+
+
 def test_pages_and_tables_come_back_bit_equal_and_padded_with_zeros():
     host = HostPages(sizes())
     page = torch.randint(0, 256, (256,), dtype=torch.uint8)

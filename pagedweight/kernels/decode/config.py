@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from pagedweight.layout import CODEBOOKS
+from pagedweight.layout import check_codebook
 
 MAX_TOKENS = 64
 INT8_CODEBOOKS = frozenset({"affine", "lut8"})
@@ -190,9 +190,4 @@ def check_codebooks(widths: tuple[int, ...], codebooks: tuple[str, ...]) -> None
     if len(codebooks) != len(widths):
         raise ValueError(f"{len(widths)} widths have {len(codebooks)} codebooks; give one for each width")
     for bits, codebook in zip(widths, codebooks, strict=True):
-        if codebook not in CODEBOOKS:
-            raise ValueError(f"the codebook of width {bits} is {codebook!r}; use one of {', '.join(CODEBOOKS)}")
-        if codebook == "lut8" and bits > 4:
-            raise ValueError(f"width {bits} has codebook lut8; its bytes go up to 4 bits: use cubic or affine")
-        if codebook == "cubic" and bits < 3:
-            raise ValueError(f"width {bits} has codebook cubic; four coefficients are four entries: use lut16")
+        check_codebook(codebook, bits)

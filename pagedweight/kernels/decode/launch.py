@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from pagedweight.kernels.decode.config import MAX_TOKENS, DecodeConfig
 from pagedweight.kernels.decode.launches import Call, decode_launches
+from pagedweight.kernels.launch import split_codebooks
 
 
 def can_decode(x: torch.Tensor) -> bool:
@@ -31,20 +34,20 @@ def launch_decode_moe(
     intermediate: int,
     frame_bytes: int,
     activation: str,
-    widths: tuple[int, ...],
-    codebooks: tuple[str, ...] | None = None,
+    widths: Sequence[int],
+    codebooks: str,
     config: DecodeConfig | None = None,
     use_ptx: bool | None = None,
 ) -> torch.Tensor:
     """out[t] = sum_a r[t, a] expert_{id[t, a]}(x[t]) for up to 64 tokens; adds to mass, counts and features.
 
-    Arguments as `fused_moe`'s. codebooks: one per width, lut16 by default. use_ptx: decode with inline PTX; by default
-    on NVIDIA GPUs from Ampere on. Scratch comes from torch's allocator; nothing waits for the host. ValueError when
+    Arguments as `fused_moe`'s. use_ptx: decode with inline PTX; by default on NVIDIA GPUs from Ampere on. Scratch comes from torch's allocator; nothing waits for the host. ValueError when
     config cannot run.
     """
     call = Call(
         x, expert_ids, expert_weights, token_slot, bits, frame_address, table_address, mass, counts, features,
-        layer_index, first_row, experts, intermediate, frame_bytes, activation, widths, codebooks, config, use_ptx,
+        layer_index, first_row, experts, intermediate, frame_bytes, activation, tuple(widths),
+        split_codebooks(codebooks, widths), config, use_ptx,
     )  # fmt: skip
     out, launches = decode_launches(call)
     for launch in launches:
