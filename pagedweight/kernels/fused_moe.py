@@ -74,23 +74,10 @@ def _gate_up_kernel(
         lane = tl.arange(0, BLOCK_N)
         column = tl.program_id(1) * HALF + lane % HALF
         acc = add_product(
-            tl.zeros((BLOCK_M, BLOCK_N), tl.float32),
-            x_ptr + (pair // per_token) * stride_xt,
-            mask_m,
-            frame_ptr + row * planes * frames,
-            table,
-            width,
-            (lane // HALF) * I + column,
-            column < I,
-            frames,
-            H,
-            BLOCK_N,
-            WORDS,
-            ROWS_PER_FRAME,
-            OPERAND,
-            BOOKS,
-            BOOK_WIDTHS,
-        )
+            tl.zeros((BLOCK_M, BLOCK_N), tl.float32), x_ptr + (pair // per_token) * stride_xt, mask_m,
+            frame_ptr + row * planes * frames, table, width, (lane // HALF) * I + column, column < I, frames, H,
+            BLOCK_N, WORDS, ROWS_PER_FRAME, OPERAND, BOOKS, BOOK_WIDTHS,
+        )  # fmt: skip
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
         inner = gate_activation(gate, ACTIVATION) * up
 
@@ -142,23 +129,10 @@ def _down_kernel(
         table = tl.load(table_ptr + row).to(tl.pointer_type(tl.float16))
         column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         acc = add_product(
-            tl.zeros((BLOCK_M, BLOCK_N), tl.float32),
-            inner_ptr + pair * stride_ht,
-            mask_m,
-            frame_ptr + row * planes * frames,
-            table,
-            width,
-            column,
-            column < H,
-            frames,
-            I,
-            BLOCK_N,
-            WORDS,
-            ROWS_PER_FRAME,
-            OPERAND,
-            BOOKS,
-            BOOK_WIDTHS,
-        )
+            tl.zeros((BLOCK_M, BLOCK_N), tl.float32), inner_ptr + pair * stride_ht, mask_m,
+            frame_ptr + row * planes * frames, table, width, column, column < H, frames, I, BLOCK_N, WORDS,
+            ROWS_PER_FRAME, OPERAND, BOOKS, BOOK_WIDTHS,
+        )  # fmt: skip
         tl.store(y_ptr + pair[:, None] * H + column[None, :], acc, mask=mask_m[:, None] & (column < H)[None, :])
 
 

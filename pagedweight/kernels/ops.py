@@ -53,26 +53,9 @@ def fused_moe(
     Returns (T, H) in x.dtype. Raises ValueError when the arguments do not fit each other.
     """
     arguments = (
-        x,
-        expert_ids,
-        expert_weights,
-        token_slot,
-        bits,
-        frame_address,
-        table_address,
-        memory,
-        mass,
-        counts,
-        features,
-        layer_index,
-        first_row,
-        experts,
-        intermediate,
-        frame_bytes,
-        activation,
-        widths,
-        codebooks,
-    )
+        x, expert_ids, expert_weights, token_slot, bits, frame_address, table_address, memory, mass, counts, features,
+        layer_index, first_row, experts, intermediate, frame_bytes, activation, widths, codebooks,
+    )  # fmt: skip
     check_arguments(*arguments)
     return launch_on_cuda(*arguments)
 

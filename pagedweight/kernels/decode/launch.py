@@ -41,8 +41,8 @@ def launch_decode_moe(
 ) -> torch.Tensor:
     """out[t] = sum_a r[t, a] expert_{id[t, a]}(x[t]) for up to 64 tokens; adds to mass, counts and features.
 
-    Arguments as `fused_moe`'s. use_ptx: decode with inline PTX; by default on NVIDIA GPUs from Ampere on. Scratch comes from torch's allocator; nothing waits for the host. ValueError when
-    config cannot run.
+    Arguments as `fused_moe`'s. use_ptx: decode with inline PTX; by default on NVIDIA GPUs from Ampere on. Scratch comes
+    from torch's allocator; nothing waits for the host. ValueError when config cannot run.
     """
     call = Call(
         x, expert_ids, expert_weights, token_slot, bits, frame_address, table_address, mass, counts, features,
