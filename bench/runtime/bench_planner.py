@@ -85,6 +85,7 @@ def step_of(case: Case, stages: int = 1) -> Step:
         KVState(THRESHOLD_BLOCKS + 1, case.block_bytes),
         THRESHOLD_BLOCKS,
         mass=rng.dirichlet(np.full(case.experts, 0.3), case.layers),
+        routed=np.full(case.layers, 4096.0),
         features=rng.normal(3, 1, (rows, 3)),
         confidence=rng.random(rows),
     )

@@ -121,7 +121,8 @@ def _search(
         level = _extend(trail[-1], more_bytes[:, place], more_damage[:, place], reduced[:, place], slope, gap)
         trail.append(level)
         first, second = goal.keys(level.bytes, level.damage)
-        index = int(np.lexsort((second, first))[0])
+        least = np.flatnonzero(first == first.min())
+        index = int(least[second[least].argmin()])
         key = (float(first[index]), float(second[index]))
         if key < best_key:
             best, best_key = (len(trail) - 1, index), key
@@ -142,7 +143,7 @@ def _extend(
     kept = np.flatnonzero(cost <= gap)
     if len(kept) > _CORE_STATES:
         kept = kept[np.argsort(cost[kept], kind="stable")[:_CORE_STATES]]
-    kept = kept[np.lexsort((damage[kept], -bytes_[kept]))]
+    kept = kept[np.argsort(-bytes_[kept], kind="stable")]
     least_before = np.minimum.accumulate(np.append(np.inf, damage[kept][:-1]))
     kept = kept[damage[kept] < least_before]
     return _Core(bytes_[kept], damage[kept], parent[kept], to[kept])

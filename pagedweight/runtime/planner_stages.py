@@ -27,7 +27,7 @@ def plans_for_targets(
     """A plan for every target that can be met, each under the strictest stage and caps that provide it.
 
     Also the plan for `urgent` (one of the targets, or 0 for none): refined, and the largest reduction where no stage
-    meets it.
+    meets it. Constraints looser than it needs are left for the next step.
     """
     waiting, plans, largest, chosen = sorted(set(targets)), [], None, None
     limited = scores.most_damage < math.inf
@@ -58,6 +58,8 @@ def plans_for_targets(
                 plans.append(chosen)
             elif largest is None or change.bytes > largest.released_bytes:
                 largest = queued(urgent, change)
+        if chosen is not None:
+            break  # its moves are made now: what looser constraints offer beyond it is planned from there, next time
         met = {plan.target_bytes for plan in plans}
         waiting = [target for target in waiting if target not in met]
     return plans, chosen or largest
