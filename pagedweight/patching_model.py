@@ -22,6 +22,7 @@ from pagedweight.runtime.controller import Runtime
 from pagedweight.runtime.controller_report import RuntimeSnapshot
 from pagedweight.runtime.frames import Arena
 from pagedweight.runtime.kv import ArenaGauge
+from pagedweight.runtime.observe import forecast_blocks
 from pagedweight.runtime.transfer import ImmediateEngine
 
 if TYPE_CHECKING:
@@ -110,10 +111,39 @@ class PagedModel:
         finally:
             self._runtime.resume()
 
-    def boundary(self, pending_frames: int = 0) -> None:
-        """Between two forwards; pending_frames is what the coming one will take for its keys and values."""
+    def boundary(self, pending_frames: int = 0, cached_frames: Sequence[int] = ()) -> None:
+        """Between two forwards.
+
+        pending_frames: what the coming one will take for its keys and values. cached_frames: what each sequence of its
+        batch holds already, for a cache in this arena.
+        """
         self._collect()
-        self._runtime.boundary(self.kv.blocks(pending_frames) if self.kv else 0)
+        if self.kv is None:
+            self._runtime.boundary()
+            return
+        growth_tokens = self.config.forecast_tokens * len(cached_frames)
+        self._runtime.boundary(
+            self.kv.blocks(pending_frames),
+            forecast_blocks=forecast_blocks(growth_tokens, 0, 0, self.config.block_tokens),
+            request_kv=self._by_slot(cached_frames),
+        )
+
+    @property
+    def max_requests(self) -> int:
+        """Request slots; a batch's row numbers modulo this are its slots."""
+        return self.config.max_requests
+
+    def begin_requests(self, batch: int) -> None:
+        """New sequences come into the slots of a batch: what was counted there is another request's."""
+        for counted in self.stats:
+            counted[:batch].zero_()
+
+    def _by_slot(self, of_rows: Sequence[int]) -> np.ndarray | None:
+        """float32 (R_s,), a batch's figures summed by request slot, None when there is nothing."""
+        if not any(of_rows):
+            return None
+        slots = np.arange(len(of_rows)) % self.max_requests
+        return np.bincount(slots, of_rows, self.max_requests).astype(np.float32)
 
     def forward_cache(self, cache: object) -> ArenaCache | None:
         """The cache if it lives in this model's arena, None for any other kind; ValueError for another model's."""

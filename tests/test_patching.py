@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import io
 import pickle
@@ -347,6 +348,72 @@ def test_padding_is_not_counted() -> None:
     with torch.no_grad():
         model(ids)
     assert model.pagedweight.stats.counts.sum(-1).tolist() == [[31, 31]]
+
+
+def test_mass_and_features_arrive_in_the_slot_of_their_batch_row() -> None:
+    """Three sequences, one of them padded, in two slots: each slot holds what its rows alone leave behind."""
+    model = pagedweight.patch(small(), config=RuntimeConfig(max_requests=2))
+    alone = pagedweight.patch(small())
+    ids, mask = tokens(3, 9), torch.ones(3, 9, dtype=torch.long)
+    mask[1, :5] = 0
+    with torch.no_grad():
+        model(ids, attention_mask=mask)
+        for slot, rows in enumerate(([0, 2], [1])):
+            for counted in alone.pagedweight.stats:
+                counted.zero_()
+            alone(ids[rows], attention_mask=mask[rows])
+            for got, expected in zip(model.pagedweight.stats, alone.pagedweight.stats, strict=True):
+                torch.testing.assert_close(got[slot], expected[0])
+        assert model.pagedweight.stats.counts.sum(-1).tolist() == [[18, 18], [4, 4]]
+        model(ids)
+        assert model.pagedweight.stats.counts.sum(-1).tolist() == [[18, 18], [9, 9]]
+
+
+def test_a_request_slot_starts_anew_with_its_sequence_and_not_before() -> None:
+    model = pagedweight.patch(small(), config=RuntimeConfig(max_requests=2, budget_bytes=2**20))
+    counts = model.pagedweight.stats.counts
+    for batch, expected in ((2, [12, 12]), (1, [12, 12])):  # the second batch leaves slot 1 as it is
+        cache = model.pagedweight.new_cache()
+        model.generate(tokens(batch, 8), past_key_values=cache, max_new_tokens=5, do_sample=False)
+        assert counts[:, 0].sum(-1).tolist() == expected
+
+
+def test_request_slots_weigh_what_their_sequences_hold_in_the_cache() -> None:
+    """With the cache's frames known, a slot without a sequence has no say, whatever is left in its statistics."""
+    model = pagedweight.patch(small(), config=RuntimeConfig(max_requests=3, budget_bytes=2**20, plan_period_steps=1))
+    cache = model.pagedweight.new_cache()
+    with torch.no_grad():
+        model(tokens(2, 8), past_key_values=cache)
+        model.pagedweight.stats.mass[2, :, 0] = 1e6
+        held = cache.frames_by_sequence(2)
+        model(tokens(2, 1), past_key_values=cache)
+    mass = model.pagedweight.stats.mass[:2].clone()
+    signals = model.pagedweight._runtime._signals
+    assert signals.request_kv.tolist() == [*held, 0]
+    assert min(held) > 0
+    merged = signals.refresh(wait=True).mass
+    torch.testing.assert_close(merged, (mass / mass.sum(-1, keepdim=True)).mean(0))
+
+
+def test_the_forecast_makes_room_for_the_sequences_that_are_there() -> None:
+    """Off by default; on, weights are lower for the same cache, and come back up when it is gone."""
+    means = []
+    for forecast_tokens in (0, 64):
+        settings = {"offload_free_blocks": 2, "reload_free_blocks": 4, "min_dwell_steps": 1, "block_tokens": 4}
+        config = RuntimeConfig(budget_bytes=2**20, forecast_tokens=forecast_tokens, **settings)
+        roomy = pagedweight.patch(small(), config=config).pagedweight
+        budget_bytes = roomy.snapshot().weight_bytes + 12 * roomy.kv.block_bytes
+        model = pagedweight.patch(small(), config=dataclasses.replace(config, budget_bytes=budget_bytes))
+        cache = model.pagedweight.new_cache()
+        with torch.no_grad():
+            for _ in range(3):
+                model(tokens(2, 1), past_key_values=cache)
+        means.append(model.pagedweight.snapshot().mean_bits)
+        cache.release()
+        for _ in range(30):
+            model.pagedweight.boundary()
+        assert model.pagedweight.snapshot().mean_bits == 6
+    assert means[1] < means[0] == 6
 
 
 def test_save_pretrained_will_not_lose_the_experts(tmp_path) -> None:

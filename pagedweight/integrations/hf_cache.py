@@ -231,6 +231,10 @@ class ArenaCache(Cache):
         """Arena bytes that this cache holds: the sum over layers of what is there, in whole frames."""
         return self._holdings.frames * self._pool.arena.frame_bytes
 
+    def frames_by_sequence(self, batch: int) -> list[int]:
+        """Arena frames that each sequence of the batch holds."""
+        return [self._holdings.frames // batch] * batch
+
     def belongs_to(self, pool: KVPool) -> bool:
         return self._pool is pool
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -19,6 +20,8 @@ class ForwardCache(Protocol):
 
     def missing_frames(self, batch: int, tokens: int) -> int: ...
 
+    def frames_by_sequence(self, batch: int) -> list[int]: ...
+
     def reserve(self, batch: int, tokens: int) -> None: ...
 
 
@@ -26,12 +29,15 @@ class Boundary(Protocol):
     """What the hook calls: the patched model's runtime."""
 
     slots: TokenSlots
+    max_requests: int
 
     def forward_cache(self, cache: object) -> ForwardCache | None:
         """The cache when it lives in this model's arena, None for any other; ValueError for another model's."""
         ...
 
-    def boundary(self, pending_frames: int = 0) -> None: ...
+    def boundary(self, pending_frames: int = 0, cached_frames: Sequence[int] = ()) -> None: ...
+
+    def begin_requests(self, batch: int) -> None: ...
 
 
 def add_boundary_hook(model: nn.Module, runtime: Boundary) -> RemovableHandle:
@@ -60,12 +66,18 @@ class BeforeForward:
             runtime.slots.reset()
             runtime.boundary()
             return
+        batch = shape[0]
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-        set_slots(runtime.slots, mask, *shape)
-        cache = runtime.forward_cache(next((kwargs[n] for n in CACHE_NAMES if kwargs.get(n) is not None), None))
-        runtime.boundary(0 if cache is None else cache.missing_frames(*shape))
-        if cache is not None:
+        set_slots(runtime.slots, mask, *shape, runtime.max_requests)
+        given = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+        cache = runtime.forward_cache(given)
+        if cache is None:
+            runtime.boundary()
+        else:
+            runtime.boundary(cache.missing_frames(*shape), cache.frames_by_sequence(batch))
             cache.reserve(*shape)
+        if runtime.max_requests > 1 and (given is None or not given.get_seq_length()):
+            runtime.begin_requests(batch)
 
 
 def new_tokens(args: tuple, kwargs: dict) -> tuple[int, int] | None:
@@ -76,10 +88,14 @@ def new_tokens(args: tuple, kwargs: dict) -> tuple[int, int] | None:
     return None if ids is None else (ids.shape[0], ids.shape[1])
 
 
-def set_slots(slots: TokenSlots, mask: object, batch: int, tokens: int) -> None:
-    """Every token in slot 0, except what a 2-D attention mask (B, past + T) says is padding."""
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[0] != batch:
+def set_slots(slots: TokenSlots, mask: object, batch: int, tokens: int, max_requests: int) -> None:
+    """Every token in its batch row's request slot, except what a 2-D attention mask (B, past + T) says is padding."""
+    masked = isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[0] == batch
+    if max_requests == 1 and not masked:
         slots.reset()
         return
-    kept = mask[:, -tokens:].reshape(-1).bool()
-    slots.set(torch.where(kept, 0, PADDING))
+    device = slots.view(1).device
+    rows = (torch.arange(batch, dtype=torch.int32, device=device) % max_requests)[:, None].expand(batch, tokens)
+    if masked:
+        rows = torch.where(mask[:, -tokens:].to(device).bool(), rows, PADDING)
+    slots.set(rows.reshape(-1))

@@ -21,7 +21,10 @@ class RuntimeConfig:
     plan_period_steps: boundaries between plans while there is no pressure; under pressure every boundary plans.
     max_loading_bytes: bytes in flight to the device at once; bounds what one boundary launches.
     host_pinned_bytes: page-locked host memory for page copies; None locks all of it. The rest is pageable, and slower.
-    max_requests: request slots of the routing statistics.
+    max_requests: request slots of the routing statistics; above 1 the rows of a batch are counted apart, the row
+        numbers modulo max_requests, and a slot starts anew with its sequence.
+    forecast_tokens: tokens that each sequence in the arena is expected to write soon; weights make room for them before
+        they come. 0 switches the forecast off.
     deterministic: wait at each boundary for every transfer, so that results do not depend on copy speed.
     """
 
@@ -35,6 +38,7 @@ class RuntimeConfig:
     max_loading_bytes: int = 512 * 2**20
     host_pinned_bytes: int | None = None
     max_requests: int = 1
+    forecast_tokens: int = 0
     deterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -49,7 +53,7 @@ class RuntimeConfig:
         for name in ("block_tokens", "plan_period_steps", "max_loading_bytes", "max_requests"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("offload_free_blocks", "min_dwell_steps"):
+        for name in ("offload_free_blocks", "min_dwell_steps", "forecast_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
         if self.host_pinned_bytes is not None and self.host_pinned_bytes < 0:

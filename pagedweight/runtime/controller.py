@@ -52,8 +52,8 @@ class Runtime:
         self._weights = np.array([n * k for n, k in layout.row_shapes()], dtype=np.int64)
         self._table = PageTable(layout, host.sizes, arena)
         self._pager = Pager(self._table, arena, host, engine)
-        signals = SignalReader(stats, engine, log_features=policy.feature_transform == "log")
-        self._planning = Planning(self._table, self._pager, arena, policy, config, signals)
+        self._signals = SignalReader(stats, engine, log_features=policy.feature_transform == "log")
+        self._planning = Planning(self._table, self._pager, arena, policy, config, self._signals)
         self._kv: KVState | None = None
         self._paused = False
         self._closed = False
@@ -70,16 +70,22 @@ class Runtime:
         """Whether nothing is in flight."""
         return self._pager.idle
 
-    def boundary(self, pending_blocks: int = 0) -> None:
+    def boundary(
+        self, pending_blocks: int = 0, *, forecast_blocks: int = 0, request_kv: np.ndarray | None = None
+    ) -> None:
         """Between two forwards: collect, raise, read, plan, lower, publish, start. Waits for the device only when
         the coming forward's KV blocks (pending_blocks) do not fit otherwise, or when the config asks for determinism.
+
+        forecast_blocks: KV blocks expected after the coming forward's. request_kv: float (R_s,), what each request slot
+        holds of the KV cache, in any unit, by which the requests' statistics are weighed; None weighs them alike.
         """
         if self._paused:
             return
         self._pager.collect(wait=self.config.deterministic)
         self._pager.raise_landed()
         self._kv = self._read(pending_blocks)
-        moves = self._planning.decide(self._kv).transitions if self._kv else ()
+        self._signals.request_kv = request_kv
+        moves = self._planning.decide(self._kv, forecast_blocks).transitions if self._kv else ()
         self._pager.lower(moves)
         self._table.publish()
         self._pager.start(moves)
@@ -122,9 +128,7 @@ class Runtime:
         OutOfFrames when the arena cannot hold them all, with those that fit in place, RuntimeError after close.
         """
         if self._closed:
-            raise RuntimeError(
-                "the runtime is closed, its host pages are gone and widths stay; patch the model again"
-            )
+            raise RuntimeError("the runtime is closed, its host pages are gone and widths stay; patch the model again")
         wanted = np.broadcast_to(np.asarray(bits, dtype=np.int64), (self.layout.rows,))
         unsupported = sorted(set(wanted.tolist()) - set(self.layout.widths))
         if unsupported:

@@ -46,18 +46,23 @@ class Planning:
         self._signals = signals
         self._queue = Queue()
         self._fruitless: tuple[int, ...] | None = None
+        self._forecast_blocks = 0
         self._asked: tuple[Transition, ...] = ()
         self._no_room: set[int] = set()
 
-    def decide(self, kv: KVState) -> Plan:
-        """This boundary's plan. Planning again where nothing has changed since an empty plan waits for the period."""
+    def decide(self, kv: KVState, forecast_blocks: int = 0) -> Plan:
+        """This boundary's plan. Planning again where nothing has changed since an empty plan waits for the period.
+
+        forecast_blocks: KV blocks expected soon; thresholds and targets take them for gone, as they do pending ones.
+        """
+        self._forecast_blocks = forecast_blocks
         step, period = self._table.step, self._config.plan_period_steps
         if (step + 1) % period == 0:
             self._signals.refresh(wait=self._config.deterministic)
         situation = self._situation(kv)
         if situation == self._fruitless and step % period:
             return _NOTHING
-        if kv.headroom_blocks <= self._config.offload_free_blocks:
+        if kv.headroom_blocks - forecast_blocks <= self._config.offload_free_blocks:
             plan = self._lowering(kv)
             self._note("short of bytes" if plan.shortfall_bytes else "under pressure", plan.shortfall_bytes, kv)
         else:
@@ -69,7 +74,8 @@ class Planning:
     def _situation(self, kv: KVState) -> tuple[int, ...]:
         """All that a plan depends on, but for statistics: free blocks, widths, what is in flight, who may be raised."""
         dwelt = min(self._table.steps_at_rest, self._config.min_dwell_steps)
-        return kv.headroom_blocks, self._table.version, self._pager.releasing_bytes, self._pager.loading_bytes, dwelt
+        headroom_blocks = kv.headroom_blocks - self._forecast_blocks
+        return headroom_blocks, self._table.version, self._pager.releasing_bytes, self._pager.loading_bytes, dwelt
 
     def _lowering(self, kv: KVState) -> Plan:
         seen = self._table.snapshot()
@@ -99,7 +105,7 @@ class Planning:
     def _raise_bytes(self, kv: KVState, threshold_blocks: int) -> int:
         """Bytes that raises may take while more free blocks than the threshold stay."""
         loadable = self._config.max_loading_bytes - self._pager.loading_bytes
-        return min(kv.bytes_above(threshold_blocks), self._arena.free_bytes, loadable)
+        return min(kv.bytes_above(threshold_blocks + self._forecast_blocks), self._arena.free_bytes, loadable)
 
     def _within(self, raising: tuple[Transition, ...], available_bytes: int, kv: KVState) -> tuple[Transition, ...]:
         """The raises that fit while old tables stay beside the new ones, until the new ones are in use.
@@ -122,12 +128,13 @@ class Planning:
             self._config.offload_free_blocks,
             self._signals.refresh(wait=self._config.deterministic),
             in_flight_bytes=self._pager.releasing_bytes,
+            forecast_blocks=self._forecast_blocks,
             limits=Limits(dwell_steps=self._config.min_dwell_steps, raise_bytes=self._config.max_loading_bytes),
         )
 
     def _state_above_pressure(self, kv: KVState) -> str:
         """Pressure is over only above the reload threshold, as movement has it: no change of state at every block."""
-        if kv.headroom_blocks <= self._config.reload_free_blocks:
+        if kv.headroom_blocks - self._forecast_blocks <= self._config.reload_free_blocks:
             return self.state
         return "at rest" if self._table.at_parent_width else "restoring"
 

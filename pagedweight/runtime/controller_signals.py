@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from pagedweight.layout import RoutingStats
@@ -10,7 +11,10 @@ from pagedweight.runtime.transfer import Ticket, TransferEngine
 
 
 class SignalReader:
-    """The newest statistics that have reached the host. On the CPU that is now; on CUDA some boundaries ago."""
+    """The newest statistics that have reached the host. On the CPU that is now; on CUDA some boundaries ago.
+
+    request_kv: (R_s,) what each request slot holds of the KV cache, in any unit; None weighs slots with tokens alike.
+    """
 
     def __init__(self, stats: RoutingStats | None, engine: TransferEngine, *, log_features: bool) -> None:
         self._stats = stats
@@ -18,15 +22,23 @@ class SignalReader:
         self._log_features = log_features
         self._latest: Signals | None = None
         self._coming: tuple[Signals, Ticket] | None = None
+        self.request_kv: np.ndarray | None = None
 
     def refresh(self, *, wait: bool = False) -> Signals | None:
         """Ask for the current statistics unless a request is under way; returns the newest landed, None at first."""
         self._take_landed(wait)
         if self._coming is None and self._stats is not None:
-            merged = merge_requests(self._stats, log_features=self._log_features)
+            merged = merge_requests(self._stats, self._request_kv(), log_features=self._log_features)
             self._coming = Signals(*map(_to_host, merged)), self._engine.fence()
             self._take_landed(wait)
         return self._latest
+
+    def _request_kv(self) -> torch.Tensor | None:
+        if self.request_kv is None:
+            return None
+        held = torch.from_numpy(self.request_kv)
+        device = self._stats.mass.device
+        return held if device.type == "cpu" else held.pin_memory().to(device, non_blocking=True)
 
     def _take_landed(self, wait: bool) -> None:
         if self._coming is None:

@@ -266,6 +266,26 @@ def test_rows_without_a_run_for_their_table_do_not_keep_others_down():
     check(model, runtime)
 
 
+def test_a_forecast_counts_against_every_threshold_and_ends_without_a_swing():
+    model = tiny_model()
+    free_blocks = 12
+    runtime = tiny_runtime(model, 400, gauge=CallableGauge(lambda: KVState(free_blocks, 4 * FRAME_BYTES)))
+    for _ in range(20):
+        runtime.boundary(forecast_blocks=9)  # 3 are left: above the offload threshold, below the reload threshold
+    assert (runtime.snapshot().bits == 6).all()
+    runtime.boundary(forecast_blocks=10)
+    lowered = runtime.snapshot().bits
+    assert (lowered < 6).any()
+    for forecast in (9, 6):
+        for _ in range(20):
+            runtime.boundary(forecast_blocks=forecast)
+        assert (runtime.snapshot().bits <= lowered).all()
+        lowered = runtime.snapshot().bits
+    for _ in range(40):
+        runtime.boundary()
+    assert (runtime.snapshot().bits == 6).all()
+
+
 def test_nothing_moves_while_paused():
     model = tiny_model()
     runtime = tiny_runtime(model, 400, gauge=CallableGauge(lambda: KVState(0, 4096)))
