@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pagedweight.checkpoint import FOLDER, Checkpoint
+from pagedweight.checkpoint import FOLDER, Checkpoint, CheckpointError
 from pagedweight.discovery import ExpertsModule, find_experts
 from pagedweight.integrations.hf_hooks import add_boundary_hook
 from pagedweight.layout import Layout, Projection
@@ -65,7 +65,7 @@ def assemble(
         layout = layout_of([e.shape for e in found], *(given or (WIDTHS,)))
         if opened is not None:
             check_same_layers(layout, opened.layout)
-            policy = policy or Policy.load(Path(checkpoint) / FOLDER)
+            policy = policy or policy_of(checkpoint)
         if policy is not None:
             policy.check_layout(layout)
         in_place = [model.get_submodule(e.path) for e in found]
@@ -110,6 +110,16 @@ def read_into(
     if not keep:
         for experts in found:
             experts.drop_weights()
+
+
+def policy_of(checkpoint: str | Path) -> Policy:
+    """The policy beside a checkpoint's pages. CheckpointError when there is none."""
+    try:
+        return Policy.load(Path(checkpoint) / FOLDER)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{checkpoint} has pages but no {Path(error.filename).name}; copy the whole folder, or give a policy"
+        ) from error
 
 
 def check_same_layers(model: Layout, checkpoint: Layout) -> None:

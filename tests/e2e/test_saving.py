@@ -21,6 +21,7 @@ import pagedweight
 from pagedweight import RuntimeConfig
 from pagedweight.checkpoint import Checkpoint, CheckpointError
 from pagedweight.integrations import hf_quantizer
+from pagedweight.policy import Policy
 from tests.hf_models import FAMILIES, gemma4_g16, mixtral_m8, quantized_folder, tokens
 
 IDS = tokens(2, 9)
@@ -155,6 +156,32 @@ def test_plain_transformers_loading_ends_in_a_sentence(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(RuntimeError, match=r"expert pages are not loaded; load it with pagedweight\.load"):
         model(IDS)
+
+
+@pytest.mark.parametrize("name", ["policy.json", "policy.safetensors"])
+def test_a_folder_without_its_policy_is_refused_unless_one_is_given(folder: Path, name: str) -> None:
+    policy = Policy.load(folder / "pagedweight")
+    (folder / "pagedweight" / name).unlink()
+    with pytest.raises(CheckpointError, match=f"no {name}; copy the whole folder, or give a policy"):
+        pagedweight.load(folder)
+    assert pagedweight.load(folder, policy=policy).pagedweight.snapshot().mean_bits == 6
+
+
+def test_a_policy_for_another_model_is_refused(folder: Path) -> None:
+    policy = Policy.load(quantized_folder("M8") / "pagedweight")
+    with pytest.raises(ValueError, match="linear-blocks that are not the model's"):
+        pagedweight.load(folder, policy=policy)
+    policy.save(folder / "pagedweight")
+    with pytest.raises(ValueError, match="linear-blocks that are not the model's"):
+        pagedweight.load(folder)
+
+
+def test_a_folder_can_be_saved_over_by_the_model_that_came_from_it(folder: Path) -> None:
+    model = pagedweight.load(folder)
+    before = logits(model)
+    pagedweight.save(model, folder)
+    assert torch.equal(logits(model), before)
+    assert torch.equal(logits(pagedweight.load(folder)), before)
 
 
 def test_a_config_that_does_not_speak_of_pages_is_refused(folder: Path) -> None:
