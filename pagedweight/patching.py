@@ -118,7 +118,8 @@ def policy_of(checkpoint: str | Path) -> Policy:
         return Policy.load(Path(checkpoint) / FOLDER)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{checkpoint} has pages but no {Path(error.filename).name}; copy the whole folder, or give a policy"
+            f"{checkpoint} has pages but not both policy.json and policy.safetensors beside them; copy the whole folder, "
+            "or give a policy"
         ) from error
 
 

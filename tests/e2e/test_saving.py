@@ -162,7 +162,7 @@ def test_plain_transformers_loading_ends_in_a_sentence(folder: Path) -> None:
 def test_a_folder_without_its_policy_is_refused_unless_one_is_given(folder: Path, name: str) -> None:
     policy = Policy.load(folder / "pagedweight")
     (folder / "pagedweight" / name).unlink()
-    with pytest.raises(CheckpointError, match=f"no {name}; copy the whole folder, or give a policy"):
+    with pytest.raises(CheckpointError, match=r"not both policy\.json and .* copy the whole folder, or give a policy"):
         pagedweight.load(folder)
     assert pagedweight.load(folder, policy=policy).pagedweight.snapshot().mean_bits == 6
 
