@@ -118,7 +118,7 @@ def policy_of(checkpoint: str | Path) -> Policy:
         return Policy.load(Path(checkpoint) / FOLDER)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{checkpoint} has pages but not both policy.json and policy.safetensors beside them; copy the whole folder, "
+            f"{checkpoint} has pages but not both policy.json and policy.safetensors; copy the whole folder, "
             "or give a policy"
         ) from error
 
