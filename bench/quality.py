@@ -150,6 +150,8 @@ def table(record: Record) -> str:
                 low, high = bootstrap_ratio(above, below)
                 ratio = f"{above.mean() / below.mean():.2f} ({low:.2f} to {high:.2f})"
                 lines += [f"| {bits} | {method} | " + " | ".join(figures(cell, texts)) + f" | {ratio} |"]
+    sizes = ", ".join(f"{bits}: {codes:,} / {true:,}" for bits, (codes, true) in content["bytes"].items())
+    lines += ["", f"Bytes of the experts by width, codes alone / with 16-bit tables: {sizes}"]
     if content["damage"]:
         lines += damage_lines(content["damage"])
     return "\n".join(lines) + "\n"

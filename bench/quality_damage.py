@@ -13,14 +13,16 @@ from pagedweight.calibration.divergence import diverge, take_reference
 from pagedweight.calibration.gains import measure_gains, with_gains
 from pagedweight.calibration.residual import fit_residual
 from pagedweight.calibration.sensitivity import FORMS, measure_sensitivity
-from pagedweight.calibration.sequences import measure_sequences
+from pagedweight.calibration.sequences import measure_sequences, observe_sequences
 from pagedweight.calibration.statistics import Statistics
 from pagedweight.calibration.substitution import Substitution, substituted
+from pagedweight.calibration.text import Windows
 from pagedweight.layout import BlockId, Layout, PackedBlock, Projection
 
 PLAN_MEAN_BITS = 3.5
 SINGLE_BLOCK_BITS = 3
 GAINS = "quadratic, measured layer gains"
+LIVE = "quadratic, measured layer gains, the text's own routing mass"
 Predictions = dict[str, np.ndarray]
 
 
@@ -37,7 +39,7 @@ def measure_damage(
     drawn = random_plans(setup.layout, plans, PLAN_MEAN_BITS, seed=0)
     alone = np.diag(np.full(setup.layout.rows, SINGLE_BLOCK_BITS))
     with substituted(setup.found, setup.layout, blocks.__getitem__) as weights:
-        predictions = predict(setup, statistics, blocks, weights)
+        predictions = predict(few, statistics, blocks, weights)
         # The residual pass needs the model's own weights, which the substitution holds until its first plan.
         residual = measure_residual(setup, statistics, blocks)
         singles = [mean_kl(few, weights, plan, advance) for plan in alone]
@@ -54,7 +56,7 @@ def measure_damage(
 def predict(
     setup: Setup, statistics: Statistics, blocks: Mapping[BlockId, PackedBlock], weights: Substitution
 ) -> Predictions:
-    """s_i^b (R, W) by form, and with gains measured on calibration text."""
+    """s_i^b (R, W) by form, with gains measured on calibration text, and for the routing of the text it is tried on."""
     modules = [experts.module for experts in setup.found]
     forms = {
         form: measure_sensitivity(setup.layout, modules, statistics, blocks.__getitem__, form=form) for form in FORMS
@@ -62,7 +64,17 @@ def predict(
     reference = take_reference(setup.model, setup.calibration.first(8))
     gains = measure_gains(setup.model, reference, setup.layout, forms["quadratic"], weights)
     forms[GAINS] = with_gains(forms["quadratic"], setup.layout, gains)
-    return {name: table.s_bar * table.m_cal[:, None] for name, table in forms.items()}
+    live = np.mean([live_mass(setup, reference.windows) for reference in setup.references.values()], axis=0)
+    predictions = {name: table.s_bar * table.m_cal[:, None] for name, table in forms.items()}
+    return predictions | {LIVE: forms[GAINS].s_bar * live[:, None]}
+
+
+def live_mass(setup: Setup, windows: Windows) -> np.ndarray:
+    """(R,) routing mass of each row's expert on some windows, Eq. (1)."""
+    mass = observe_sequences(setup.model, setup.found, windows, setup.layout).mass.sum(1)
+    first = [setup.layout.first_row(index) for index in range(len(setup.layout.moe_layers))]
+    totals = np.add.reduceat(mass, first) / 2  # every expert has two rows
+    return mass / np.repeat(totals, [2 * shape.experts for shape in setup.layout.moe_layers])
 
 
 def mean_kl(setup: Setup, weights: Substitution, plan: np.ndarray, advance: Callable[[], None]) -> float:
@@ -115,7 +127,7 @@ def damage_lines(damage: Mapping[str, dict[str, Any]]) -> list[str]:
     """Markdown of measure_damage by method."""
     lines = ["", "| predicted damage | method | single blocks | plans at equal code bytes |", "|" + " --- |" * 4]
     for method, found in damage.items():
-        for form in (*FORMS, GAINS):
+        for form in (*FORMS, GAINS, LIVE):
             ranks = [spearmanr(found[what][form], found[what]["measured"])[0] for what in ("blocks", "plans")]
             lines += [f"| {form} | {method} | {ranks[0]:.3f} | {ranks[1]:.3f} |"]
         counts = [len(found[what]["measured"]) for what in ("blocks", "plans")]

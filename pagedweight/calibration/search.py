@@ -26,6 +26,7 @@ LEAST_GAIN = 0.005  # a setting must earn this share of the divergence: a few se
 BUCKET_EDGES = ((0.5,), (0.25, 0.75))
 BUCKET_RATIOS = (1.25, 1.6, 0.8)  # of one bucket's multiplier to the next colder one's
 ALPHAS = (0.5, 1.0)
+MASS_TRUSTS = (0.0, 0.5)  # beside a new policy's 1
 
 
 class Trial(NamedTuple):
@@ -77,14 +78,18 @@ class Trials:
         """What the runtime's statistics would say after the sequence's beginning."""
         mass, phi = self._signals.mass[:, sequence], self._signals.features[:, sequence]
         shape = (int(self._table.layer.max()) + 1, int(self._table.expert.max()) + 1)
-        by_expert = np.zeros(shape)
+        by_expert, tokens = np.zeros(shape), np.zeros(shape)
         by_expert[self._table.layer, self._table.expert] = mass
+        tokens[self._table.layer, self._table.expert] = self._signals.tokens[:, sequence]
         by_expert /= np.maximum(by_expert.sum(1, keepdims=True), 1e-30)
         seen = mass > 0
         if policy.feature_transform == "log":
             phi = np.log(np.maximum(phi, 1e-30))
         features = np.where(seen[:, None], phi, 0.0)
-        return Observation(KVState(1, 1), mass=by_expert, features=features, confidence=seen.astype(float))
+        confidence = seen.astype(float)
+        return Observation(
+            KVState(1, 1), mass=by_expert, routed=tokens.sum(1), features=features, confidence=confidence
+        )
 
 
 def table_at_parent(layout: Layout) -> TableSnapshot:
@@ -101,6 +106,7 @@ def table_at_parent(layout: Layout) -> TableSnapshot:
 def candidates(policy: Policy) -> Iterator[list[dict[str, object]]]:
     """Groups of alternatives, in the order in which they are tried; each changes the best policy so far."""
     widths = len(policy.widths)
+    yield [{"mass_trust": trust} for trust in MASS_TRUSTS]
     if policy.head_confidence.any():
         yield [{"alpha": alpha} for alpha in ALPHAS]
     yield [_buckets(edges, ratio, policy) for edges in BUCKET_EDGES for ratio in BUCKET_RATIOS]
