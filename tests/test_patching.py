@@ -345,9 +345,15 @@ def test_padding_is_not_counted() -> None:
     with torch.no_grad():
         model(ids, attention_mask=mask)
     assert model.pagedweight.stats.counts.sum(-1).tolist() == [[13, 13]]
-    with torch.no_grad():
-        model(ids)
-    assert model.pagedweight.stats.counts.sum(-1).tolist() == [[31, 31]]
+
+
+def test_statistics_are_those_of_the_current_sequences() -> None:
+    """Eq. 1 and the features of Eq. 5 speak of what is being served; what was served before has no say."""
+    model = pagedweight.patch(small())
+    counts = model.pagedweight.stats.counts
+    for length in (9, 6):
+        model.generate(tokens(2, length), max_new_tokens=4, do_sample=False)
+        assert counts.sum(-1).tolist() == [[2 * (length + 3)] * 2]
 
 
 def test_mass_and_features_arrive_in_the_slot_of_their_batch_row() -> None:

@@ -76,7 +76,7 @@ class BeforeForward:
         else:
             runtime.boundary(cache.missing_frames(*shape), cache.frames_by_sequence(batch))
             cache.reserve(*shape)
-        if runtime.max_requests > 1 and (given is None or not given.get_seq_length()):
+        if given is None or not given.get_seq_length():
             runtime.begin_requests(batch)
 
 
