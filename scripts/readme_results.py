@@ -32,7 +32,7 @@ def table(record: dict) -> str:
         "",
         f"{record['gpu']}, torch {record['torch']}, triton {record['triton']}; weights from L2-cold memory. "
         f"Against fp64, {sum(row['ok'] for row in checked)} of {len(checked)} cases are within their limits; the "
-        f"largest relative error is {worst['bfloat16']:.1e} in bf16 and {worst['float16']:.1e} in fp16.",
+        f"largest relative error, of norms, is {worst['bfloat16']:.1e} in bf16 and {worst['float16']:.1e} in fp16.",
     ]
     return "\n".join(lines) + "\n"
 
