@@ -91,7 +91,7 @@ class Planning:
         seen = self._table.snapshot()
         seen.busy[list(self._no_room)] = True
         plan = plan_raise(seen, self._observe(seen, kv), self._policy, available)
-        self._asked = self._within(plan.transitions, available, kv)
+        self._asked = self._within(plan.transitions, kv)
         if not self._asked:
             self._no_room.clear()
         return plan._replace(transitions=self._asked)
@@ -107,18 +107,18 @@ class Planning:
         loadable = self._config.max_loading_bytes - self._pager.loading_bytes
         return min(kv.bytes_above(threshold_blocks + self._forecast_blocks), self._arena.free_bytes, loadable)
 
-    def _within(self, raising: tuple[Transition, ...], available_bytes: int, kv: KVState) -> tuple[Transition, ...]:
+    def _within(self, raising: tuple[Transition, ...], kv: KVState) -> tuple[Transition, ...]:
         """The raises that fit while old tables stay beside the new ones, until the new ones are in use.
 
         For that short time they may take blocks below the reload threshold, as long as that is no pressure.
         """
-        for_a_while = self._raise_bytes(kv, self._config.offload_free_blocks)
+        room = self._raise_bytes(kv, self._config.offload_free_blocks)
         kept = []
         for transition, old_table in zip(raising, self._table.slot_bytes(_rows(raising)).tolist(), strict=True):
-            if transition.bytes <= available_bytes and transition.bytes + old_table <= for_a_while:
+            needed = transition.bytes + old_table
+            if needed <= room:
                 kept.append(transition)
-                available_bytes -= transition.bytes
-                for_a_while -= transition.bytes + old_table
+                room -= needed
         return tuple(kept)
 
     def _observe(self, seen: TableSnapshot, kv: KVState) -> Observation:

@@ -157,9 +157,13 @@ class CrankedEngine:
         self.forwards: list[BlockTables | None] = []
         self._slots_read = 0
         self.fail_next_write = False
+        self.fail_next_launch = False
         self._arena = arena
 
     def copy_in(self, copies: Sequence[FrameCopy]) -> CrankedTicket:
+        if self.fail_next_launch:
+            self.fail_next_launch = False
+            raise TransferFault("the copy could not be launched")
         return self._ticket(copies, inwards=True)
 
     def copy_out(self, copies: Sequence[FrameCopy]) -> CrankedTicket:

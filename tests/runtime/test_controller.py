@@ -7,6 +7,7 @@ import torch
 from pagedweight.layout import BlockId, Projection, RoutingStats
 from pagedweight.runtime.config import RuntimeConfig
 from pagedweight.runtime.controller import Runtime
+from pagedweight.runtime.controller_signals import SignalReader
 from pagedweight.runtime.frames import Arena, OutOfFrames
 from pagedweight.runtime.kv import ArenaGauge, CallableGauge, KVState
 from pagedweight.runtime.pages import HostPages
@@ -245,7 +246,7 @@ def test_the_last_row_rises_while_its_old_table_borrows_blocks_of_the_threshold(
     lowered = runtime.snapshot().moves.lowered_rows
     for _ in range(60):
         runtime.boundary()
-        assert runtime.snapshot().kv.free_blocks > CONFIG.offload_free_blocks
+        assert ArenaGauge(runtime.arena, BLOCK_FRAMES).read().free_blocks > CONFIG.offload_free_blocks
     assert (runtime.snapshot().bits == 6).all()
     assert runtime.snapshot().moves.lowered_rows == lowered
     assert runtime.snapshot().kv.free_blocks == CONFIG.reload_free_blocks + 1 + spare_frames // BLOCK_FRAMES
@@ -284,6 +285,79 @@ def test_a_forecast_counts_against_every_threshold_and_ends_without_a_swing():
     for _ in range(40):
         runtime.boundary()
     assert (runtime.snapshot().bits == 6).all()
+
+
+def test_old_tables_beside_new_ones_never_cause_pressure():
+    """All rows want to rise at once from just below the parent width, where their tables weigh most."""
+    model = tiny_model()
+    runtime = tiny_runtime(model, model.resident_frames(6) + 40, CONFIG)
+    runtime.set_bits(2)
+    runtime.set_bits(4)
+    least = runtime.arena.frames
+    for _ in range(40):
+        runtime.boundary()
+        least = min(least, runtime.arena.free_frames)
+    assert least // BLOCK_FRAMES > CONFIG.offload_free_blocks
+    assert (runtime.snapshot().bits == 6).all()
+
+
+def test_what_is_being_released_is_not_asked_for_again():
+    """The frames of a lowering are not free before their fence; until then one lowering is enough."""
+    model = tiny_model()
+    runtime = tiny_runtime(model, model.resident_frames(6) + 40, engine=CrankedEngine)
+    crank(runtime).model = model
+    runtime.set_bits(6)
+    runtime.allocate_kv(runtime.arena.free_frames)
+    runtime.boundary()
+    first = runtime.snapshot()
+    assert first.releasing_bytes > 0
+    for _ in range(10):
+        runtime.boundary()
+    assert (runtime.snapshot().bits == first.bits).all()
+    assert runtime.snapshot().shortfall_bytes == 0
+
+
+@pytest.mark.parametrize("engine", [ImmediateEngine, CrankedEngine])
+def test_no_more_is_on_its_way_in_than_the_config_lets(engine):
+    model = tiny_model()
+    largest = int(model.sizes.resident_bytes()[:, -1].max())
+    config = RuntimeConfig(offload_free_blocks=2, reload_free_blocks=6, min_dwell_steps=0, max_loading_bytes=largest)
+    runtime = tiny_runtime(model, 400, config, engine=engine)
+    assert (runtime.snapshot().bits == 6).all()  # placed in parts
+    runtime.set_bits(2)
+    for step in range(60):
+        runtime.boundary()
+        assert runtime.snapshot().loading_bytes <= largest
+        if engine is CrankedEngine and step % 3 == 0:
+            for ticket in list(crank(runtime).pending):
+                ticket.turn()
+    assert (runtime.snapshot().bits == 6).all()
+
+
+def test_blocks_of_another_engine_do_not_make_room_in_the_arena():
+    """Its gauge says that plenty is free; raises are still bounded by what the arena has, so none is put off."""
+    model = tiny_model()
+    gauge = CallableGauge(lambda: KVState(1000, 4 * FRAME_BYTES))
+    runtime = tiny_runtime(model, model.resident_frames(4) + 20, gauge=gauge)
+    runtime.set_bits(2)
+    for _ in range(40):
+        runtime.boundary()
+    assert runtime.snapshot().moves.deferred_rows == 0
+    assert runtime.snapshot().mean_bits > 3.5
+    check(model, runtime)
+
+
+def test_statistics_that_are_on_their_way_are_waited_for_and_not_asked_for_again():
+    """On a device each request lands some boundaries later; asking anew at each would leave none to land."""
+    arena = Arena(8 * FRAME_BYTES, FRAME_BYTES)
+    engine = CrankedEngine(arena)
+    stats = RoutingStats.zeros(1, 1, 2)
+    stats.mass[0, 0] = torch.tensor([1.0, 3.0])
+    reader = SignalReader(stats, engine, log_features=False)
+    assert [reader.refresh() for _ in range(5)] == [None] * 5
+    (ticket,) = engine.pending
+    ticket.turn()
+    assert reader.refresh().mass.tolist() == [[0.25, 0.75]]
 
 
 def test_nothing_moves_while_paused():

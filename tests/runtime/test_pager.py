@@ -166,6 +166,20 @@ def test_a_failed_reload_gives_everything_back_and_works_the_next_time():
     assert bench.table.committed[[1, 4]].tolist() == [6, 4]
 
 
+def test_a_reload_that_cannot_be_launched_takes_nothing():
+    bench = Bench()
+    free = bench.arena.free_frames
+    bench.engine.fail_next_launch = True
+    with pytest.raises(TransferFault):
+        bench.go(row1=6, row4=4)
+    assert bench.arena.free_frames == free
+    assert bench.pager.idle
+    bench.check()
+    bench.go(row1=6, row4=4)
+    bench.settle()
+    assert bench.table.committed[[1, 4]].tolist() == [6, 4]
+
+
 def test_a_failed_table_write_drops_to_the_floor_which_needs_nothing():
     bench = Bench()
     bench.go(row2=6, row3=6)
