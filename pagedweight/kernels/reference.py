@@ -17,10 +17,17 @@ from pagedweight.kernels.device_order import BLOCK_WORDS, PlaneGeometry, plane_g
 from pagedweight.kernels.launch import split_codebooks
 from pagedweight.layout import BlockTables, Projection, RoutingStats, table_bytes
 
-GATES = {"silu": functional.silu, "gelu_tanh": partial(functional.gelu, approximate="tanh")}
+GATES = {
+    "silu": functional.silu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu2": lambda value: functional.relu(value).square(),
+}
+GPT_OSS_ALPHA = 1.702
 
 # Weights decoded at once: small enough for the cache of a laptop, large enough that few steps decode a small model.
 DECODED_WEIGHTS = 1 << 22
+# Bytes that every allocation on a CPU is aligned to, frames among them.
+_ADDRESS_STEP = 64
 
 
 class Pairs(NamedTuple):
@@ -62,12 +69,19 @@ def fused_moe_reference(
     activation: str,
     widths: list[int],
     codebooks: str,
+    gated: bool = True,
+    limit: float = 0.0,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out[t] = sum_a w[t, a] * down_e(act(gate_e x[t]) * up_e x[t]), e = expert_ids[t, a], in fp32. See `fused_moe`."""
+    """out[t] = sum_a w[t, a] * (down_e combine(gate_up_e x[t] + b_e) + c_e), e = expert_ids[t, a], in fp32.
+
+    See `fused_moe`.
+    """
     tokens, hidden = x.shape
     per_token = expert_ids.shape[1]
     tables = BlockTables(bits, frame_address, table_address, memory)
-    gate_up_plane = plane_geometry(2 * intermediate, hidden, frame_bytes)
+    gate_up_plane = plane_geometry((1 + gated) * intermediate, hidden, frame_bytes)
     down_plane = plane_geometry(hidden, intermediate, frame_bytes)
     pairs = group_pairs(expert_ids, experts)
     books = dict(zip(widths, split_codebooks(codebooks, widths), strict=True))
@@ -80,11 +94,13 @@ def fused_moe_reference(
         rows = first_row + 2 * torch.tensor(active, device=x.device)
         gate_up = decode_blocks(tables, rows + Projection.GATE_UP, gate_up_plane, books)
         down = decode_blocks(tables, rows + Projection.DOWN, down_plane, books)
-        for gate_up_weight, down_weight, group in zip(gate_up, down, groups, strict=True):
-            gate, up = functional.linear(stored_inputs[group // per_token], gate_up_weight).chunk(2, dim=-1)
-            inner = GATES[activation](gate) * up
+        for expert, gate_up_weight, down_weight, group in zip(active, gate_up, down, groups, strict=True):
+            product = functional.linear(
+                stored_inputs[group // per_token], gate_up_weight, _bias_of(gate_up_bias, expert)
+            )
+            inner = combine(product, activation, gated, limit)
             down_norms[group] = inner.norm(dim=-1)
-            outputs[group] = functional.linear(to_stored_order(inner), down_weight)
+            outputs[group] = functional.linear(to_stored_order(inner), down_weight, _bias_of(down_bias, expert))
 
     chosen = (expert_ids >= 0) & (expert_ids < experts)
     routing_reference(
@@ -98,6 +114,31 @@ def fused_moe_reference(
     )
     weights = torch.where(chosen, expert_weights.float(), 0.0)
     return (outputs.view(tokens, per_token, hidden) * weights[..., None]).sum(1).to(x.dtype)
+
+
+def combine(product: torch.Tensor, activation: str, gated: bool = True, limit: float = 0.0) -> torch.Tensor:
+    """(n, I) inputs of down from (n, 2I) gate and up products, gate first, or from (n, I) without a gate.
+
+    With g and u the two: act(g) * u for silu, gelu_tanh and relu2. With u' = u clamped to [-limit, limit]:
+    clamped_silu is silu(min(g, limit)) * u', capped_silu min(silu(g), limit) * u', and gpt_oss, with
+    g' = min(g, limit), g' * sigmoid(1.702 g') * (u' + 1).
+    """
+    if not gated:
+        return GATES[activation](product)
+    gate, up = product.chunk(2, dim=-1)
+    if activation in GATES:
+        return GATES[activation](gate) * up
+    up = up.clamp(-limit, limit)
+    if activation == "capped_silu":
+        return functional.silu(gate).clamp(max=limit) * up
+    gate = gate.clamp(max=limit)
+    if activation == "clamped_silu":
+        return functional.silu(gate) * up
+    return gate * torch.sigmoid(GPT_OSS_ALPHA * gate) * (up + 1)
+
+
+def _bias_of(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+    return None if bias is None else bias[expert].float()
 
 
 def routing_reference(
@@ -173,10 +214,10 @@ def _block_entries(tables: BlockTables, rows: torch.Tensor, height: int, width: 
 
 def _block_codes(tables: BlockTables, rows: torch.Tensor, geometry: PlaneGeometry, width: int) -> torch.Tensor:
     """(B, N, 32 * words) uint8 codes: eight at a time, a byte of a plane spread over the bytes of an int64."""
-    frames = tables.memory[: tables.memory.numel() // geometry.frame_bytes * geometry.frame_bytes]
+    # Frames need not lie at multiples of their size: a serving engine's KV blocks hold some too.
+    frames = tables.memory.unfold(0, geometry.frame_bytes, _ADDRESS_STEP)
     offsets = tables.frame_address[rows, :width, : geometry.frames] - tables.memory.data_ptr()
-    index = offsets.flatten() // geometry.frame_bytes
-    pages = frames.view(-1, geometry.frame_bytes).index_select(0, index).view(*offsets.shape, -1)
+    pages = frames.index_select(0, offsets.flatten() // _ADDRESS_STEP).view(*offsets.shape, -1)
     planes = _row_major(pages, geometry)
     spread = _spread_table(rows.device)
     codes = spread.index_select(0, planes[:, 0].flatten())
