@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError
@@ -30,6 +31,27 @@ _ARRAYS = (
 _SCALARS = ("alpha", "rho_min", "rho_max", "epsilon", "mass_trust")
 # Policies written before a field was there mean this by its absence.
 _BEFORE = {"mass_trust": 0.0}
+
+
+class ExpertIndex(NamedTuple):
+    """Which rows are an expert's; X experts of all layers, in the order of their first rows.
+
+    layer, projection, expert: int64 (R,), every row's layer index 0..L-1, expert and projection. in_order: whether rows
+    ascend by (layer, expert, projection). of_row: (R,), every row's place among the X experts.
+    expert_layer, expert_number: (X,). exists: bool (L, E), False where a layer has fewer experts.
+    mass: (X,) m_cal of each expert. layer_mass: (L,), its sum.
+    """
+
+    layer: np.ndarray
+    expert: np.ndarray
+    projection: np.ndarray
+    in_order: bool
+    of_row: np.ndarray
+    expert_layer: np.ndarray
+    expert_number: np.ndarray
+    exists: np.ndarray
+    mass: np.ndarray
+    layer_mass: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +143,35 @@ class Policy:
         by_width = np.ascontiguousarray(self.s_bar.T)
         by_width.flags.writeable = False
         return by_width
+
+    @cached_property
+    def heads(self) -> tuple[np.ndarray, np.ndarray]:
+        """(5, W, 2 W) twice: w, a and c of Eq. (5, 6) by one end and by (projection, other end); kept likewise.
+
+        First with the lower end beside the projection and the upper end before it, then the other way round.
+        """
+        by_ends = np.concatenate([self.head_weights, self.head_bias[..., None], self.head_confidence[..., None]], -1)
+        kinds, width_count = by_ends.shape[-1], len(self.widths)
+        raising, lowering = by_ends.transpose(3, 1, 0, 2), by_ends.transpose(3, 2, 0, 1)
+        shape = (kinds, width_count, 2 * width_count)
+        return tuple(np.ascontiguousarray(heads).reshape(shape) for heads in (raising, lowering))
+
+    @cached_property
+    def experts(self) -> ExpertIndex:
+        """Rows by expert; kept, for the planner reads it at every step."""
+        layer, expert, projection = (np.ascontiguousarray(column) for column in self.blocks.T)
+        layer = np.unique(layer, return_inverse=True)[1].reshape(-1)
+        shape = (int(layer.max()) + 1, int(expert.max()) + 1)
+        place = layer * shape[1] + expert
+        every, first, of_row = np.unique(place, return_index=True, return_inverse=True)
+        mass = np.maximum.reduceat(self.m_cal[np.argsort(place, kind="stable")], np.searchsorted(np.sort(place), every))
+        exists = np.zeros(shape, dtype=bool)
+        exists.reshape(-1)[every] = True
+        order = 2 * place + projection
+        return ExpertIndex(
+            *(layer, expert, projection, bool((np.diff(order) > 0).all()), of_row.reshape(-1)),
+            *(layer[first], expert[first], exists, mass, np.bincount(layer[first], mass, shape[0])),
+        )
 
     def replaced(self, **changes: object) -> Policy:
         """A copy with some fields changed, checked again."""

@@ -8,7 +8,6 @@ import numpy as np
 
 from pagedweight.policy import Policy
 from pagedweight.runtime.observe import Observation
-from pagedweight.runtime.table_view import TableSnapshot
 
 # Live and calibrated mass weigh alike at so many routed tokens: what a sequence's first 8 to 256 tokens say of its
 # later half is used best with calibration weighing as much as 64 to 128 tokens, of top-4 and of top-2 routing.
@@ -23,43 +22,45 @@ class Routing(NamedTuple):
     mass: np.ndarray
 
 
-def routing_of(table: TableSnapshot, observation: Observation, policy: Policy) -> Routing:
-    """Every row's routing; rows in order of (layer, expert, projection).
+def routing_of(observation: Observation, policy: Policy) -> Routing:
+    """Every row's routing.
 
     A layer without live routing is sorted by calibration's routing mass, which is its mass, and its multiplier is 1.
-    ValueError when the observed mass does not cover the table.
+    ValueError when the observed mass does not cover the policy's experts.
     """
-    opens = np.append(True, (table.layer[1:] != table.layer[:-1]) | (table.expert[1:] != table.expert[:-1]))
-    starts = np.flatnonzero(opens)
-    layer, expert = table.layer[starts], table.expert[starts]
-    shape = (int(layer.max()) + 1, int(expert.max()) + 1)
-    exists = np.zeros(shape, dtype=bool)
-    exists[layer, expert] = True
+    known = policy.experts
+    mass, live = _mass_of_experts(observation, policy)
+    bucket = expert_buckets(mass, known.exists, policy.bucket_edges)[known.expert_layer, known.expert_number]
+    expert_live = live[known.expert_layer]
+    multiplier = np.where(expert_live, policy.multipliers[bucket], 1.0)
+    trust = policy.mass_trust * _share_of_live(observation, live)
+    blended = policy.m_cal
+    if trust.any():
+        of_layer = (trust * known.layer_mass)[known.expert_layer]
+        live_part = of_layer * mass[known.expert_layer, known.expert_number]
+        kept = 1.0 - trust[known.expert_layer]
+        blended = kept.take(known.of_row) * policy.m_cal
+        blended += live_part.take(known.of_row)
+    return Routing(bucket.take(known.of_row), multiplier.take(known.of_row), blended)
+
+
+def _mass_of_experts(observation: Observation, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
+    """(L, E) routing mass, live or calibration's, and bool (L,), which of the two."""
+    known, shape = policy.experts, policy.experts.exists.shape
     live, mass = np.zeros(shape[0], dtype=bool), np.zeros(shape)
     if observation.mass is not None:
         mass = observation.mass[: shape[0], : shape[1]]
         if mass.shape != shape:
             raise ValueError(
-                f"observed routing mass has shape {observation.mass.shape}; the page table has {shape[0]} layers of "
+                f"observed routing mass has shape {observation.mass.shape}; the policy knows {shape[0]} layers of "
                 f"up to {shape[1]} experts"
             )
         live = mass.sum(axis=1) > 0
     if not live.all():
         calibrated = np.zeros(shape)
-        calibrated[layer, expert] = np.maximum.reduceat(policy.m_cal, starts)
+        calibrated[known.expert_layer, known.expert_number] = known.mass
         mass = np.where(live[:, None], mass, calibrated)
-    bucket = expert_buckets(mass, exists, policy.bucket_edges)
-    multiplier = np.where(live[:, None], policy.multipliers[bucket], 1.0)
-    rows = np.diff(starts, append=len(opens))
-    trust = policy.mass_trust * _share_of_live(observation, live)
-    if trust.any():
-        of_row = np.repeat(mass[layer, expert], rows)
-        of_layer = np.bincount(layer, np.maximum.reduceat(policy.m_cal, starts))
-        trust, of_layer = trust[table.layer], of_layer[table.layer]
-        blended = policy.m_cal + trust * (of_layer * of_row - policy.m_cal)
-    else:
-        blended = policy.m_cal
-    return Routing(np.repeat(bucket[layer, expert], rows), np.repeat(multiplier[layer, expert], rows), blended)
+    return mass, live
 
 
 def _share_of_live(observation: Observation, live: np.ndarray) -> np.ndarray:
@@ -76,6 +77,8 @@ def expert_buckets(mass: np.ndarray, exists: np.ndarray, edges: np.ndarray) -> n
     The share of a layer's experts that are strictly colder decides, so equally cold experts share a bucket.
     """
     bucket = np.zeros(mass.shape, dtype=np.int64)
+    if not edges.size:
+        return bucket
     coldest_first = np.sort(np.where(exists, mass, np.inf), axis=1)
     shares = np.arange(mass.shape[1] + 1) / np.maximum(exists.sum(axis=1, keepdims=True), 1)
     for edge in edges:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pagedweight.runtime.planner_greedy import Steps
+from pagedweight.runtime.planner_scores import places
 
 _CORE_ROWS = 48
 _CORE_STATES = 2048
@@ -80,18 +81,17 @@ def _best_change(
     steps: Steps, start: np.ndarray, bytes_: np.ndarray, damage: np.ndarray, count: int, broken: int, goal: _Goal
 ) -> Change:
     """The best combination of moves on top of the first count steps; step number `broken` is the one at the break."""
-    base = steps.reached(start, count)
+    base = places(steps.reached(start, count))
     plain = Change(count, (), (), *steps.totals(count))
-    rows = np.arange(len(start))
     (before_bytes, before_damage), (at_bytes, at_damage) = steps.totals(broken - 1), steps.totals(broken)
     slope = (at_damage - before_damage) / (at_bytes - before_bytes)
     reduced = damage - slope * bytes_
-    reduced -= reduced[base, rows]
-    reduced[base, rows] = np.inf
+    reduced -= reduced.reshape(-1).take(base)
+    reduced.reshape(-1)[base] = np.inf
     nearest = reduced.min(axis=0)
-    core = np.argpartition(nearest, _CORE_ROWS)[:_CORE_ROWS] if len(rows) > _CORE_ROWS else rows
-    core = core[np.lexsort((core, nearest[core]))]
-    more_bytes, more_damage = (totals[:, core] - totals[base[core], core] for totals in (bytes_, damage))
+    core = (nearest <= goal.gap(0.0, slope)).nonzero()[0]
+    core = core[nearest[core].argsort(kind="stable")[:_CORE_ROWS]]
+    more_bytes, more_damage = (totals[:, core] - totals.reshape(-1)[base[core]] for totals in (bytes_, damage))
     best, trail = _search(more_bytes, more_damage, reduced[:, core], slope, goal)
     if best is None:
         return plain
@@ -121,7 +121,7 @@ def _search(
         level = _extend(trail[-1], more_bytes[:, place], more_damage[:, place], reduced[:, place], slope, gap)
         trail.append(level)
         first, second = goal.keys(level.bytes, level.damage)
-        least = np.flatnonzero(first == first.min())
+        least = (first == first.min()).nonzero()[0]
         index = int(least[second[least].argmin()])
         key = (float(first[index]), float(second[index]))
         if key < best_key:
@@ -133,20 +133,20 @@ def _extend(
     before: _Core, more_bytes: np.ndarray, more_damage: np.ndarray, reduced: np.ndarray, slope: float, gap: float
 ) -> _Core:
     """Every combination so far, without and with each useful move of one more row; dominated ones are dropped."""
-    moves = np.flatnonzero(reduced <= gap)
-    bytes_ = np.concatenate([before.bytes, (before.bytes + more_bytes[moves, None]).reshape(-1)])
-    damage = np.concatenate([before.damage, (before.damage + more_damage[moves, None]).reshape(-1)])
-    states = len(before.bytes)
-    parent = np.tile(np.arange(states), len(moves) + 1)
-    to = np.repeat(np.append(-1, moves), states)
+    moves = (reduced <= gap).nonzero()[0]
+    bytes_ = np.concatenate([before.bytes, *(before.bytes + more_bytes[to] for to in moves)])
+    damage = np.concatenate([before.damage, *(before.damage + more_damage[to] for to in moves)])
     cost = damage - slope * bytes_
-    kept = np.flatnonzero(cost <= gap)
+    kept = (cost <= gap).nonzero()[0]
     if len(kept) > _CORE_STATES:
-        kept = kept[np.argsort(cost[kept], kind="stable")[:_CORE_STATES]]
-    kept = kept[np.argsort(-bytes_[kept], kind="stable")]
-    least_before = np.minimum.accumulate(np.append(np.inf, damage[kept][:-1]))
-    kept = kept[damage[kept] < least_before]
-    return _Core(bytes_[kept], damage[kept], parent[kept], to[kept])
+        kept = kept[cost[kept].argsort(kind="stable")[:_CORE_STATES]]
+    kept = kept[(-bytes_[kept]).argsort(kind="stable")]
+    least = np.minimum.accumulate(damage[kept])
+    undominated = np.ones(len(kept), dtype=bool)
+    np.less(damage[kept[1:]], least[:-1], out=undominated[1:])
+    kept = kept[undominated]
+    with_move, parent = np.divmod(kept, len(before.bytes))
+    return _Core(bytes_[kept], damage[kept], parent, np.append(-1, moves)[with_move])
 
 
 def _unwind(trail: list[_Core], best: tuple[int, int]) -> list[tuple[int, int]]:

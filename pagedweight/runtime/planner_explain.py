@@ -97,7 +97,7 @@ def explain(
     table, observation, policy, names = canonical(table, observation, policy)
     at = row if names is None else int(np.flatnonzero(names == row)[0])
     scores = score_actions(table, observation, policy)
-    routing = routing_of(table, observation, policy)
+    routing = routing_of(observation, policy)
     index = int(committed_index(table)[at])
     damage = float(parent_damage(table, observation, policy)[index, at])
     released = int(table.bytes[at, -1] - table.bytes[at, index])

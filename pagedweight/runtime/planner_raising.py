@@ -38,7 +38,7 @@ def raise_points(
     table: TableSnapshot, observation: Observation, policy: Policy, committed: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """(W, R) bytes needed and damage taken back by raising each row to each width; both 0 at the committed one."""
-    routing = routing_of(table, observation, policy)
+    routing = routing_of(observation, policy)
     recovered = transition_damage(table, observation, policy, routing, committed, raising=True)
     recovered[committed, np.arange(len(committed))] = 0.0
     return bytes_above(table, committed), recovered

@@ -37,16 +37,16 @@ class Scores(NamedTuple):
 
 def score_actions(table: TableSnapshot, observation: Observation, policy: Policy) -> Scores:
     """Bytes and predicted damage (Eq. 8) of every lowering; floors and caps are not yet applied."""
-    committed, rows = committed_index(table), np.arange(len(table.committed))
-    routing = routing_of(table, observation, policy)
+    committed = committed_index(table)
+    routing = routing_of(observation, policy)
     released = np.negative(bytes_above(table, committed))
     if observation.limits.damage < math.inf:
         damage = parent_damage(table, observation, policy)
-        now = damage[committed, rows]
+        now = at_width(damage, committed)
         left = observation.limits.damage - float(now.sum())
         return Scores(committed, ~table.busy, routing.bucket, released, damage - now, left)
     damage = transition_damage(table, observation, policy, routing, committed)
-    damage[committed, rows] = 0.0
+    damage.reshape(-1)[places(committed)] = 0.0
     return Scores(committed, ~table.busy, routing.bucket, released, damage)
 
 
@@ -58,7 +58,18 @@ def committed_index(table: TableSnapshot) -> np.ndarray:
 def bytes_above(table: TableSnapshot, index: np.ndarray) -> np.ndarray:
     """float64 (W, R), whole bytes that each width needs beyond the width that index (R,) names."""
     memory = table.bytes.T.astype(np.float64, order="C")
-    return memory - memory[index, np.arange(len(index))]
+    memory -= at_width(memory, index)
+    return memory
+
+
+def places(index: np.ndarray) -> np.ndarray:
+    """(R,) places of each row's width index in a flattened (W, R) array; taking by them is the fastest gather."""
+    return index.astype(np.int64) * len(index) + np.arange(len(index))
+
+
+def at_width(by_width: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """(R,) values of a (W, R) array at each row's width index."""
+    return by_width.reshape(-1).take(places(index))
 
 
 def transition_damage(
@@ -75,7 +86,7 @@ def transition_damage(
     raising: of lowering from each width to the anchor, which is what raising to that width takes back; 0 for the floor.
     """
     sensitivity = policy.s_bar_by_width
-    at_anchor = sensitivity[anchor, np.arange(len(anchor))]
+    at_anchor = at_width(sensitivity, anchor)
     widths = slice(1, None) if raising else slice(0, -1)
     ends = (sensitivity[widths], at_anchor) if raising else (at_anchor, sensitivity[widths])
     factor = prompt_factor(table, observation, policy, anchor, raising=raising)
@@ -92,25 +103,23 @@ def prompt_factor(
     """(W - 1, R), eta (Eq. 6) of the same transitions; 1 without features, or where a row's are not finite."""
     if observation.features is None or policy.alpha == 0.0:
         return 1.0
-    # One gather per coefficient: a row's heads are those of its projection and anchor.
-    group = table.projection * len(table.widths) + anchor
-
-    def of_rows(heads: np.ndarray) -> np.ndarray:
-        other_ends = heads.swapaxes(1, 2)[..., 1:] if raising else heads[..., :-1]
-        return np.take(other_ends.reshape(2 * len(table.widths), -1).T, group, axis=1)
-
-    usable = np.isfinite(observation.features @ np.ones(3))
-    features = np.where(usable, observation.features.T, 0.0)
-    weights = [of_rows(policy.head_weights[..., f]) for f in range(3)]
-    rho = log_residual(weights, of_rows(policy.head_bias), features)
-    trust = usable if observation.confidence is None else usable * observation.confidence
+    # A row's heads are those of its projection and anchor: one gather for all coefficients of all other ends.
+    ends = slice(1, None) if raising else slice(0, -1)
+    group = policy.experts.projection * len(table.widths) + anchor
+    w1, w2, w3, bias, trust = policy.heads[0 if raising else 1][:, ends].take(group, axis=2)
+    trust *= observation.confidence if observation.confidence is not None else 1.0
+    features = np.ascontiguousarray(observation.features.T)
+    usable = np.isfinite(features.sum(axis=0))
+    if not usable.all():
+        features, trust = np.where(usable, features, 0.0), trust * usable
+    rho = log_residual((w1, w2, w3), bias, features)
     rho_min, rho_max = observation.rho_bounds or (policy.rho_min, policy.rho_max)
-    return residual_factor(rho, of_rows(policy.head_confidence) * trust, policy.alpha, rho_min, rho_max)
+    return residual_factor(rho, trust, policy.alpha, rho_min, rho_max)
 
 
 def parent_damage(table: TableSnapshot, observation: Observation, policy: Policy) -> np.ndarray:
     """(W, R), d-hat of lowering each row from the parent width to each width; 0 at the parent itself."""
-    routing = routing_of(table, observation, policy)
+    routing = routing_of(observation, policy)
     parent = np.full(len(table.committed), len(table.widths) - 1)
     return transition_damage(table, observation, policy, routing, parent)
 
@@ -140,11 +149,15 @@ def canonical(
             f"the policy has {policy.rows} rows of widths {policy.widths}, the page table {len(table.committed)} rows "
             f"of widths {tuple(table.widths)}; calibrate for this checkpoint"
         )
-    experts = int(table.expert.max()) + 1
-    key = (table.layer * experts + table.expert) * 2 + table.projection
-    if (key[1:] > key[:-1]).all():
+    known = policy.experts
+    for name in ("layer", "expert", "projection"):
+        if not np.array_equal(getattr(table, name), getattr(known, name)):
+            raise ValueError(
+                f"the policy's rows are not the page table's: another {name}; calibrate for this checkpoint"
+            )
+    if known.in_order:
         return table, observation, policy, None
-    order = np.argsort(key, kind="stable")
+    order = np.lexsort((table.projection, table.expert, table.layer))
     table = TableSnapshot(table.widths, *(column[order] for column in table[1:]))
     pins = observation.limits.lowest_bits
     observation = observation._replace(

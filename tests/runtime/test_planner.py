@@ -40,7 +40,7 @@ def planned(problem: Problem, target: int) -> Plan:
 def lowest_widths(problem: Problem, stage: int, level: int) -> np.ndarray:
     """(R,) lowest width allowed to each row, spelled out row by row."""
     table, policy, pins = problem.table, problem.policy, problem.observation.limits.lowest_bits
-    bucket = routing_of(table, problem.observation, policy).bucket
+    bucket = routing_of(problem.observation, policy).bucket
     lowest = []
     for row, committed in enumerate(table.committed):
         deepest = max(0, table.widths.index(committed) - policy.depth_caps[level, bucket[row]])
@@ -294,7 +294,7 @@ def test_damage_is_equation_8_with_live_and_calibrated_mass_blended(
     table, policy = problem.table, problem.policy.replaced(mass_trust=trust, alpha=0.0)
     layers = int(table.layer.max()) + 1
     seen = problem.observation._replace(routed=None if routed is None else np.full(layers, float(routed)))
-    damage, routing = score_actions(table, seen, policy).damage, routing_of(table, seen, policy)
+    damage, routing = score_actions(table, seen, policy).damage, routing_of(seen, policy)
     for row, at in enumerate(np.searchsorted(table.widths, table.committed)):
         layer, m_cal = table.layer[row], policy.m_cal[row]
         weight, m = 0.0, m_cal

@@ -177,6 +177,6 @@ def test_multipliers_and_buckets_count_for_raising_too() -> None:
     )
     low = problem.table._replace(committed=np.full(8, 2), bytes=np.tile([100, 200], (8, 1)))
     seen = problem.observation._replace(mass=np.array([[0.1, 0.4, 0.4, 0.1]]))
-    assert routing_of(low, seen, policy).bucket.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
+    assert routing_of(seen, policy).bucket.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
     assert [t.row for t in plan_raise(low, seen, policy, 400).transitions] == [2, 3, 4, 5]
     assert initial_bits(low, policy, 1200, seen).tolist() == [2, 2, 4, 4, 4, 4, 2, 2]
