@@ -152,9 +152,7 @@ def canonical(
     known = policy.experts
     for name in ("layer", "expert", "projection"):
         if not np.array_equal(getattr(table, name), getattr(known, name)):
-            raise ValueError(
-                f"the policy's rows are not the page table's: another {name}; calibrate for this checkpoint"
-            )
+            raise ValueError(f"the policy and the page table name another {name} for a row; calibrate again")
     if known.in_order:
         return table, observation, policy, None
     order = np.lexsort((table.projection, table.expert, table.layer))
