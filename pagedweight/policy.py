@@ -23,7 +23,7 @@ from pagedweight.policy_checks import ARRAYS, INTEGER_ARRAYS, SCALARS, check_pol
 
 FORMAT_VERSION = 1
 _ARRAYS = (*INTEGER_ARRAYS, *ARRAYS)
-# Policies written before a field was there mean this by its absence.
+# Policies written before a field was there mean this by its absence, and zeros by that of feature_center.
 _BEFORE = {"mass_trust": 0.0}
 
 
@@ -64,6 +64,7 @@ class Policy:
     head_weights (2, W, W, 3), head_bias (2, W, W): residual heads w, a of Eq. (5) by projection, from- and to-width.
     head_confidence: (2, W, W), c of Eq. (6), from 0 to 1; 0 where there is no head.
     feature_transform: what heads read: "raw" norms phi, or their logarithms ("log").
+    feature_center: (R, 3), the row's average features, which heads read its features from; zeros for the paper's heads.
     alpha, rho_min, rho_max: strength and clipping bounds of Eq. (6). epsilon: damage floor of Eq. (8).
     mass_trust: how far live routing mass, once enough tokens are counted, takes m_cal's place in s_bar * m_cal; 0
         leaves g of Eq. (4) to calibration alone, and live routing to the multipliers.
@@ -80,6 +81,7 @@ class Policy:
     head_weights: np.ndarray
     head_bias: np.ndarray
     head_confidence: np.ndarray
+    feature_center: np.ndarray
     alpha: float = 0.0
     rho_min: float = -1.0
     rho_max: float = 1.0
@@ -117,6 +119,7 @@ class Policy:
             head_weights=np.zeros((2, width_count, width_count, 3)),
             head_bias=np.zeros((2, width_count, width_count)),
             head_confidence=np.zeros((2, width_count, width_count)),
+            feature_center=np.zeros((len(m_cal), 3)),
             # Small beside any damage that matters, so that Eq. (8) only breaks ties between blocks that cost nothing.
             epsilon=max(1e-9 * scale, 1e-30) if math.isfinite(scale) else 1e-12,
         )
@@ -218,6 +221,8 @@ def _read_json(path: Path) -> dict[str, object]:
 def _known_fields(folder: Path, content: Mapping[str, object]) -> dict[str, object]:
     names = {field.name for field in fields(Policy)}
     content = {**_BEFORE, **content}
+    if "m_cal" in content:
+        content.setdefault("feature_center", np.zeros((len(content["m_cal"]), 3)))
     missing = sorted(names - set(content))
     if missing:
         raise ValueError(f"the policy in {folder} lacks {', '.join(missing)}; calibrate again")

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from pagedweight.policy import Policy
 
 FEATURE_TRANSFORMS = ("raw", "log")
-ARRAYS = ("s_bar", "m_cal", "bucket_edges", "multipliers", "head_weights", "head_bias", "head_confidence")
+ARRAYS = (
+    *("s_bar", "m_cal", "bucket_edges", "multipliers"),
+    *("head_weights", "head_bias", "head_confidence", "feature_center"),
+)
 INTEGER_ARRAYS = ("blocks", "floors", "depth_caps")
 SCALARS = ("alpha", "rho_min", "rho_max", "epsilon", "mass_trust")
 
@@ -40,6 +43,7 @@ def _check_shapes(policy: Policy) -> None:
         "head_weights": (2, width_count, width_count, 3),
         "head_bias": (2, width_count, width_count),
         "head_confidence": (2, width_count, width_count),
+        "feature_center": (rows, 3),
     }
     for name, shape in expected.items():
         if getattr(policy, name).shape != shape:

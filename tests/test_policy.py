@@ -28,6 +28,7 @@ def policy(seed: int = 0) -> Policy:
         depth_caps=[[1, 1], [3, 2]],
         head_weights=rng.normal(size=(2, 3, 3, 3)),
         head_confidence=rng.random((2, 3, 3)),
+        feature_center=rng.normal(size=(LAYOUT.rows, 3)),
         alpha=0.7,
         feature_transform="log",
     )
@@ -83,6 +84,7 @@ def test_case_23_a_score_that_is_no_score_is_named(value: float) -> None:
         ({"depth_caps": [[2, 2], [1, 1]]}, "never tighten"),
         ({"depth_caps": [[0, 1]]}, "at least 1"),
         ({"head_confidence": np.full((2, 3, 3), 2.0)}, "exceeds 1"),
+        ({"feature_center": np.zeros((3, 3))}, "feature_center has shape"),
         ({"head_bias": np.full((2, 3, 3), np.nan)}, "not finite"),
         ({"alpha": float("nan")}, "alpha is nan"),
         ({"epsilon": 0.0}, "epsilon"),
@@ -112,12 +114,17 @@ def test_case_109_fields_of_a_newer_release_warn(tmp_path: Path) -> None:
 
 
 def test_a_policy_from_before_live_mass_keeps_to_its_multipliers(tmp_path: Path) -> None:
-    """Its multipliers were searched with g from calibration's mass alone; both would count hotness twice."""
+    """Its multipliers were searched with g from calibration's mass alone; both would count hotness twice. Its heads
+    read features as they are."""
     policy().save(tmp_path)
+    arrays = load_file(tmp_path / "policy.safetensors")
+    del arrays["feature_center"]
+    save_file(arrays, tmp_path / "policy.safetensors")
     document = json.loads((tmp_path / "policy.json").read_text(encoding="utf-8"))
     assert document.pop("mass_trust") == 1.0
     (tmp_path / "policy.json").write_text(json.dumps(document), encoding="utf-8")
     assert Policy.load(tmp_path).mass_trust == 0.0
+    assert not Policy.load(tmp_path).feature_center.any()
 
 
 def test_another_format_version_is_refused(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def prompt_factor(
     group = policy.experts.projection * len(table.widths) + anchor
     w1, w2, w3, bias, trust = policy.heads[0 if raising else 1][:, ends].take(group, axis=2)
     trust *= observation.confidence if observation.confidence is not None else 1.0
-    features = np.ascontiguousarray(observation.features.T)
+    features = np.ascontiguousarray((observation.features - policy.feature_center).T)
     usable = np.isfinite(features.sum(axis=0))
     if not usable.all():
         features, trust = np.where(usable, features, 0.0), trust * usable
@@ -163,5 +163,5 @@ def canonical(
         confidence=None if observation.confidence is None else observation.confidence[order],
         limits=observation.limits._replace(lowest_bits=None if pins is None else pins[order]),
     )
-    rows = {name: getattr(policy, name)[order] for name in ("blocks", "s_bar", "m_cal")}
+    rows = {name: getattr(policy, name)[order] for name in ("blocks", "s_bar", "m_cal", "feature_center")}
     return table, observation, policy.replaced(**rows), order

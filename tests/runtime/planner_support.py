@@ -72,6 +72,7 @@ def policy_of(layout: Layout, rng: np.random.Generator, buckets: int = 1, stages
         head_weights=rng.normal(0, 0.2, (*shape, 3)),
         head_bias=rng.normal(0, 0.2, shape),
         head_confidence=rng.random(shape),
+        feature_center=rng.normal(2, 0.5, (rows, 3)),
         alpha=float(rng.random()),
     )
 

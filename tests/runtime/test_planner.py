@@ -16,7 +16,7 @@ from pagedweight.runtime.planner import Plan, Queue, initial_bits, plan_step, re
 from pagedweight.runtime.planner_baselines import without_routing
 from pagedweight.runtime.planner_buckets import PRIOR_TOKENS, expert_buckets, routing_of
 from pagedweight.runtime.planner_queue import QueuedPlan, select_best_plan
-from pagedweight.runtime.planner_scores import parent_damage, score_actions
+from pagedweight.runtime.planner_scores import parent_damage, prompt_factor, score_actions
 from tests.runtime.planner_support import (
     Problem,
     carried_out,
@@ -30,6 +30,7 @@ from tests.runtime.planner_support import (
     table_of,
 )
 
+PER_ROW = ("blocks", "s_bar", "m_cal", "feature_center")
 targets = st.floats(0, 1.2)
 
 
@@ -110,7 +111,7 @@ def test_row_order_does_not_matter(problem: Problem, share: float, random: objec
             confidence=None if seen.confidence is None else seen.confidence[order],
             limits=Limits(lowest_bits=None if seen.limits.lowest_bits is None else seen.limits.lowest_bits[order]),
         ),
-        problem.policy.replaced(**{n: getattr(problem.policy, n)[order] for n in ("blocks", "s_bar", "m_cal")}),
+        problem.policy.replaced(**{name: getattr(problem.policy, name)[order] for name in PER_ROW}),
     )
     plan, other = planned(problem, target), planned(shuffled, target)
     assert named(table, plan) == named(shuffled.table, other)
@@ -319,6 +320,24 @@ def test_what_this_input_routes_to_is_spared_without_any_multiplier() -> None:
         assert {t.row for t in plan_step(table, seen, blind, Queue())[1].transitions} == {0, 1, 2, 3}
     unsure = seen._replace(routed=np.zeros(1))
     assert {t.row for t in plan_step(table, unsure, equal, Queue())[1].transitions} == {0, 1, 2, 3}
+
+
+@settings(max_examples=60)
+@given(problems, st.booleans())
+def test_the_prompt_factor_is_equations_5_and_6_from_either_end(problem: Problem, raising: bool) -> None:
+    table, policy, seen = problem.table, problem.policy, problem.observation
+    anchor = np.searchsorted(table.widths, table.committed)
+    factor = prompt_factor(table, seen, policy, anchor, raising=raising)
+    if seen.features is None:
+        assert factor == 1.0
+        return
+    for row, at in enumerate(anchor):
+        for place, other in enumerate(range(1, len(table.widths)) if raising else range(len(table.widths) - 1)):
+            head = (table.projection[row], *((other, at) if raising else (at, other)))
+            rho = policy.head_weights[head] @ (seen.features[row] - policy.feature_center[row]) + policy.head_bias[head]
+            c = policy.head_confidence[head] * seen.confidence[row]
+            eta = np.exp(policy.alpha * c * np.clip(rho, policy.rho_min, policy.rho_max))
+            assert np.isclose(factor[place, row], eta, rtol=1e-9)
 
 
 def test_a_prompt_that_is_sensitive_somewhere_is_spared_there() -> None:
