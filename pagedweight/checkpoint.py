@@ -6,19 +6,18 @@ A checkpoint's folder holds `pagedweight/metadata.json` and the shards it lists.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from pagedweight.checkpoint_format import (
     SHARD_NAME,
     CheckpointError,
+    Document,
     Shard,
     Specs,
     block_specs,
@@ -32,49 +31,57 @@ from pagedweight.checkpoint_format import (
     specs_of,
     table_parts,
 )
+from pagedweight.checkpoint_shard import ShardWriter, specs_bytes, sync_and_rename
 from pagedweight.layout import BlockId, Layout, PackedBlock
 
 __all__ = ["Checkpoint", "CheckpointError", "CheckpointWriter"]
 
 FOLDER, METADATA, PARTIAL = "pagedweight", "metadata.json", "partial.json"
-SHARD_BYTES = 1 << 30
-
-
-def _sync_and_rename(source: Path, target: Path) -> None:
-    with open(source, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(source, target)
+SHARD_BYTES = 1 << 28  # what a killed run has to do again, at most
 
 
 class CheckpointWriter:
-    """Writes a checkpoint's linear-blocks in row order, holding one shard's tensors at a time.
+    """Writes a checkpoint's linear-blocks in row order, each as it comes; nothing is kept in memory.
 
     A new writer removes what an earlier one left in `directory / "pagedweight"`; with `resume` it keeps the shards of
-    an unfinished run over the same layout, and `next_row` says where to go on.
+    an unfinished run over the same layout by the same recipe, and `next_row` says where to go on.
+    recipe: what the linear-blocks were made from and how, as strings, for a reader and to tell runs apart.
     """
 
     def __init__(
-        self, directory: str | Path, layout: Layout, *, shard_bytes: int = SHARD_BYTES, resume: bool = False
+        self,
+        directory: str | Path,
+        layout: Layout,
+        *,
+        shard_bytes: int = SHARD_BYTES,
+        resume: bool = False,
+        recipe: Mapping[str, str] | None = None,
     ) -> None:
         self._folder = Path(directory) / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
         self._layout = layout
+        self._recipe = dict(recipe or {})
         self._blocks = list(layout.blocks())
         self._shapes = layout.row_shapes()
         self._shard_bytes = shard_bytes
-        self._shards = self._unfinished() if resume else []
-        self._pending: dict[str, Tensor] = {}
-        self._pending_rows = self._pending_bytes = 0
-        self._written_rows = sum(shard.rows for shard in self._shards)
+        self._shards: list[Shard] = []
+        self._s_bar: list[list[float]] = []
+        self._shard: ShardWriter | None = None
+        self._first_row = self.next_row = 0
+        if resume:
+            self._take_up()
         self._clean()
 
     @property
-    def next_row(self) -> int:
-        """The layout row that `add` expects next."""
-        return self._written_rows + self._pending_rows
+    def s_bar(self) -> list[list[float]]:
+        """Damage by row, as far as linear-blocks came with it."""
+        return self._s_bar
 
-    def add(self, block: BlockId, packed: PackedBlock) -> None:
-        """Take the next linear-block. ValueError when it is not the next one or does not fit the layout."""
+    def add(self, block: BlockId, packed: PackedBlock, s_bar: Sequence[float] = ()) -> None:
+        """Take the next linear-block, row `next_row`. ValueError when it is not the next one or does not fit.
+
+        s_bar: its damage by width, kept with an unfinished run so that one that goes on has it.
+        """
         row = self.next_row
         if row == len(self._blocks) or block != self._blocks[row]:
             wanted = self._blocks[row] if row < len(self._blocks) else "none, all are written"
@@ -86,11 +93,13 @@ class CheckpointWriter:
         wrong = differences(specs_of(tensors), block_specs(self._layout, block, self._shapes[row]))
         if wrong or packed.columns != self._shapes[row][1]:
             raise ValueError(f"{block} does not fit the layout: {wrong or f'it has {packed.columns} columns'}")
-        self._pending.update(tensors)
-        self._pending_rows += 1
-        self._pending_bytes += sum(tensor.nbytes for tensor in tensors.values())
-        if self._pending_bytes >= self._shard_bytes:
-            self._flush()
+        if self._shard is None:
+            self._shard = ShardWriter(self._folder / self._shard_name(), self._shard_specs())
+        self._shard.write(tensors)
+        self._s_bar.append([float(value) for value in s_bar])
+        self.next_row += 1
+        if self._shard.full:
+            self._end_shard(self._shard)
 
     def finish(self) -> None:
         """Make the checkpoint loadable. ValueError when linear-blocks are missing."""
@@ -98,35 +107,54 @@ class CheckpointWriter:
             raise ValueError(
                 f"{self.next_row} of {len(self._blocks)} linear-blocks are written; add the rest before finish()"
             )
-        if self._pending:
-            self._flush()
-        os.replace(self._folder / PARTIAL, self._folder / METADATA)
+        self._write(METADATA, dump(Document(self._layout, self._shards, self._recipe)))
+        (self._folder / PARTIAL).unlink(missing_ok=True)
 
-    def _flush(self) -> None:
-        name = f"pages-{len(self._shards) + 1:05d}.safetensors"
+    def close(self) -> None:
+        """Let go of the file that is being written; what is on disk stays for a run that goes on."""
+        if self._shard is not None:
+            self._shard.abandon()
+
+    def _shard_name(self) -> str:
+        return f"pages-{len(self._shards) + 1:05d}.safetensors"
+
+    def _shard_specs(self) -> Specs:
+        """The tensors of the next shard: whole linear-blocks, until it is large enough."""
+        specs: Specs = {}
+        size = 0
+        for row in range(self.next_row, len(self._blocks)):
+            own = block_specs(self._layout, self._blocks[row], self._shapes[row])
+            specs.update(own)
+            size += specs_bytes(own)
+            if size >= self._shard_bytes:
+                break
+        return specs
+
+    def _end_shard(self, shard: ShardWriter) -> None:
+        name, rows = self._shard_name(), self.next_row - self._first_row
+        digest = shard.close()
+        self._shards.append(Shard(name, self._first_row, rows, digest.bytes, digest.header_sha256, digest.sha256))
+        self._shard, self._first_row = None, self.next_row
+        self._write(PARTIAL, dump(Document(self._layout, self._shards, self._recipe, self._s_bar)))
+
+    def _write(self, name: str, text: str) -> None:
         unfinished = self._folder / f"{name}.tmp"
-        save_file(self._pending, unfinished)
-        size = unfinished.stat().st_size
-        _, header_sha256 = read_header(unfinished, size)
-        shard = Shard(name, self._written_rows, self._pending_rows, size, header_sha256, file_sha256(unfinished))
-        _sync_and_rename(unfinished, self._folder / name)
-        self._shards.append(shard)
-        self._written_rows += self._pending_rows
-        self._pending, self._pending_rows, self._pending_bytes = {}, 0, 0
-        document = self._folder / f"{PARTIAL}.tmp"
-        document.write_text(dump(self._layout, self._shards), encoding="utf-8")
-        _sync_and_rename(document, self._folder / PARTIAL)
+        unfinished.write_text(text, encoding="utf-8")
+        sync_and_rename(unfinished, self._folder / name)
 
-    def _unfinished(self) -> list[Shard]:
+    def _take_up(self) -> None:
+        """Go on from an unfinished run, if it is whole and of the same layout and recipe."""
         if not (self._folder / PARTIAL).exists():
-            return []
-        layout, shards = parse(self._folder / PARTIAL)
-        same = dump(layout, []) == dump(self._layout, [])
+            return
+        document = parse(self._folder / PARTIAL)
+        same = dump(document._replace(shards=[], s_bar=None)) == dump(Document(self._layout, [], self._recipe))
         whole = all(
             (self._folder / shard.file).is_file() and file_sha256(self._folder / shard.file) == shard.sha256
-            for shard in shards
+            for shard in document.shards
         )
-        return shards if same and whole else []
+        if same and whole:
+            self._shards, self._s_bar = document.shards, document.s_bar or []
+            self._first_row = self.next_row = sum(shard.rows for shard in document.shards)
 
     def _clean(self) -> None:
         kept = {shard.file for shard in self._shards} | ({PARTIAL} if self._shards else set())
@@ -143,11 +171,12 @@ class Checkpoint:
     `open` checks the metadata, every file's size, header and tensor names; `verify` also reads and hashes every byte.
     """
 
-    def __init__(self, folder: Path, layout: Layout, shards: list[Shard]) -> None:
-        self.layout = layout
+    def __init__(self, folder: Path, document: Document) -> None:
+        self.layout = document.layout
+        self.recipe = document.recipe
         self._folder = folder
-        self._shards = shards
-        self._shapes = layout.row_shapes()
+        self._shards = document.shards
+        self._shapes = self.layout.row_shapes()
         self._files: dict[str, Any] = {}
 
     @classmethod
@@ -157,7 +186,7 @@ class Checkpoint:
         if not (folder / METADATA).is_file():
             unfinished = " (a run was not finished)" if (folder / PARTIAL).is_file() else ""
             raise CheckpointError(f"{folder} has no {METADATA}{unfinished}; quantize the model into {directory} first")
-        checkpoint = cls(folder, *parse(folder / METADATA))
+        checkpoint = cls(folder, parse(folder / METADATA))
         checkpoint._check_headers()
         return checkpoint
 

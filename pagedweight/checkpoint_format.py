@@ -9,9 +9,11 @@ import hashlib
 import json
 import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ FORMAT_VERSION = 1
 SHARD_NAME = re.compile(r"pages-\d{5}\.safetensors")
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 DTYPES = {torch.uint32: "U32", torch.float16: "F16", torch.uint8: "U8", torch.float32: "F32"}
+FIELDS = ("format", "version", "widths", "codebooks", "recipe", "layers", "shards")
 LIST_LIMIT = 20  # problems named in one message
 
 Specs = dict[str, tuple[str, tuple[int, ...]]]  # tensor name -> (safetensors dtype, shape)
@@ -51,6 +54,15 @@ class Shard:
             raise ValueError(f"a shard is named {self.file!r}; shards are named pages-00001.safetensors and so on")
         if self.rows < 1:
             raise ValueError(f"{self.file} has {self.rows} linear-blocks; a shard has at least one")
+
+
+class Document(NamedTuple):
+    """The metadata document. recipe: what was quantized, and how. s_bar: an unfinished run's damage, (rows, W)."""
+
+    layout: Layout
+    shards: list[Shard]
+    recipe: Mapping[str, str] = MappingProxyType({})
+    s_bar: list[list[float]] | None = None
 
 
 def table_parts(codebook: str, bits: int) -> Specs:
@@ -104,38 +116,43 @@ def specs_of(tensors: dict[str, Tensor]) -> Specs:
     }
 
 
-def dump(layout: Layout, shards: list[Shard]) -> str:
-    """The metadata document."""
-    document = {
+def dump(document: Document) -> str:
+    """The metadata document's text."""
+    layout = document.layout
+    content = {
         "format": "pagedweight",
         "version": FORMAT_VERSION,
         "widths": list(layout.widths),
         "codebooks": {str(bits): layout.codebooks[bits] for bits in layout.widths},
+        "recipe": dict(document.recipe),
         "layers": [asdict(layer) for layer in layout.moe_layers],
-        "shards": [asdict(shard) for shard in shards],
+        "shards": [asdict(shard) for shard in document.shards],
     }
-    return json.dumps(document, indent=1) + "\n"
+    if document.s_bar is not None:
+        content["s_bar"] = document.s_bar
+    return json.dumps(content, indent=1) + "\n"
 
 
-def parse(path: Path) -> tuple[Layout, list[Shard]]:
+def parse(path: Path) -> Document:
     """Read a metadata document; CheckpointError when it is damaged or of another version, a warning on new fields."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        if document["format"] != "pagedweight" or document["version"] != FORMAT_VERSION:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != "pagedweight" or content["version"] != FORMAT_VERSION:
             raise CheckpointError(
-                f"{path} is {document['format']} version {document['version']}; "
+                f"{path} is {content['format']} version {content['version']}; "
                 f"this release reads pagedweight version {FORMAT_VERSION}"
             )
-        codebooks = {int(bits): name for bits, name in document["codebooks"].items()}
-        layers = tuple(MoeLayer(**_known(MoeLayer, layer, path)) for layer in document["layers"])
-        shards = [Shard(**_known(Shard, shard, path)) for shard in document["shards"]]
-        layout = Layout(layers, tuple(document["widths"]), codebooks)
+        codebooks = {int(bits): name for bits, name in content["codebooks"].items()}
+        layers = tuple(MoeLayer(**_known(MoeLayer, layer, path)) for layer in content["layers"])
+        shards = [Shard(**_known(Shard, shard, path)) for shard in content["shards"]]
+        layout = Layout(layers, tuple(content["widths"]), codebooks)
+        document = Document(layout, shards, dict(content.get("recipe", {})), content.get("s_bar"))
     except CheckpointError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    _warn_of_unknown(set(document) - {"format", "version", "widths", "codebooks", "layers", "shards"}, path)
-    return layout, shards
+    _warn_of_unknown(set(content) - {*FIELDS, "s_bar"}, path)
+    return document
 
 
 def _known(kind: type, record: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -15,9 +15,11 @@ from pagedweight.discovery import ExpertsModule, find_experts
 from pagedweight.integrations.hf_hooks import add_boundary_hook
 from pagedweight.layout import Layout, Projection
 from pagedweight.patching_model import PagedModel
-from pagedweight.patching_pages import PageStore, layout_of, quantize_layer, weight_only_policy
+from pagedweight.patching_pages import PageStore, layout_of, quantize_layer
+from pagedweight.patching_quantize import Measured, sensitivity_policy
 from pagedweight.patching_sizes import choose_sizes, kv_layers_of
 from pagedweight.policy import Policy
+from pagedweight.quant.levels import check_level
 from pagedweight.runtime.config import RuntimeConfig
 
 WIDTHS = (2, 3, 4, 5, 6)
@@ -30,23 +32,28 @@ def patch(
     policy: Policy | None = None,
     config: RuntimeConfig | None = None,
     keep_original: bool = False,
+    level: str = "fast",
+    calibration: Measured | None = None,
 ) -> nn.Module:
     """Replace a model's routed experts by paged ones, in place; returns the model, with its runtime at .pagedweight.
 
-    checkpoint: a folder written by quantize() or save(); without it the weights are quantized now (level "fast").
+    checkpoint: a folder written by quantize() or save(); without it the weights are quantized now.
     policy: calibration's results; by default those of the checkpoint, or the quantization error alone.
     config: without budget_bytes everything stays at the parent width and the KV cache stays outside.
     keep_original: keep the dense weights for an exact unpatch(); otherwise each layer's are dropped as it is quantized.
+    level, calibration: of quantizing now, as in quantize(); calibration is a Statistics of this model.
     ValueError (or CheckpointError) when the model, the checkpoint or the budget will not do; the model is unchanged.
     When quantizing itself fails half-way, layers that had lost their dense weights get their parent-width ones back.
     """
     config = config or RuntimeConfig()
     if hasattr(model, "pagedweight"):
         raise ValueError(f"this {type(model).__name__} is patched already; unpatch it first")
+    check_level(level, calibration is not None)
     found = find_experts(model)
     if checkpoint is not None:
         Checkpoint.open(checkpoint).verify()
-    return assemble(model, found, found[0].module.down_proj.device, checkpoint, policy, config, keep_original)
+    device = found[0].module.down_proj.device
+    return assemble(model, found, device, checkpoint, policy, config, keep_original, level, calibration)
 
 
 def assemble(
@@ -57,6 +64,8 @@ def assemble(
     policy: Policy | None,
     config: RuntimeConfig,
     keep_original: bool = False,
+    level: str = "fast",
+    calibration: Measured | None = None,
 ) -> nn.Module:
     """Build the runtime for the experts that were found and put it in their place."""
     with torch.inference_mode(False), torch.no_grad():
@@ -74,8 +83,8 @@ def assemble(
         done: list[ExpertsModule] = []
         try:
             if opened is None:
-                measured = quantize_into(store, found, done, keep_original)
-                policy = policy or weight_only_policy(layout, measured)
+                s_bar = quantize_into(store, found, done, keep_original, level, calibration)
+                policy = policy or sensitivity_policy(layout, s_bar, calibration)
             else:
                 read_into(store, opened, found, done, keep_original)
             paged = PagedModel(store, sizes, policy, config, device, getattr(model, "config", None))
@@ -86,18 +95,26 @@ def assemble(
     return model
 
 
-def quantize_into(store: PageStore, found: list[ExpertsModule], done: list[ExpertsModule], keep: bool) -> np.ndarray:
-    """Quantize layer by layer, dropping each layer's dense weights unless they are kept; returns s_i^b, (R, W)."""
-    measured = []
-    for experts in found:
-        layer = quantize_layer(experts, store.layout)
+def quantize_into(
+    store: PageStore,
+    found: list[ExpertsModule],
+    done: list[ExpertsModule],
+    keep: bool,
+    level: str,
+    calibration: Measured | None,
+) -> np.ndarray:
+    """Quantize layer by layer, dropping each layer's dense weights unless they are kept; returns s_bar, (R, W)."""
+    s_bar = []
+    for index, experts in enumerate(found):
+        stakes = None if calibration is None else calibration.importance(index)
+        layer = quantize_layer(experts, store.layout, level=level, stakes=stakes)
         for block, packed in layer.blocks:
             store.store(block, packed)
-        measured.append(layer.sensitivity)
+        s_bar.append(layer.s_bar)
         done.append(experts)
         if not keep:
             experts.drop_weights()
-    return np.concatenate(measured)
+    return np.concatenate(s_bar)
 
 
 def read_into(

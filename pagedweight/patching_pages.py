@@ -12,20 +12,16 @@ from pagedweight.bitplane import dequantize, table_from_bytes
 from pagedweight.discovery import PARAMETERS, ExpertsModule
 from pagedweight.kernels.device_order import PlaneGeometry, from_device_order, plane_geometry, to_device_order
 from pagedweight.layout import BlockId, Layout, MoeLayer, PackedBlock, Projection, table_bytes
-from pagedweight.policy import Policy
-from pagedweight.quant.model import quantize_block, sensitivity
+from pagedweight.patching_quantize import Importance, quantized_blocks
+from pagedweight.quant.levels import Settings, Stakes
 from pagedweight.runtime.pages import HostPages, PageSizes
-
-LEVELS = ("fast",)
-GROUP_WEIGHTS = 1 << 20  # experts smaller than this are quantized together: each call costs some 50 ms
-Importance = Mapping[BlockId, torch.Tensor]
 
 
 class QuantizedLayer(NamedTuple):
-    """One MoE layer's linear-blocks in row order, on the host. sensitivity: (2E, W) fp64, s_i^b of Eq. (2)."""
+    """One MoE layer's linear-blocks in row order, on the host. s_bar: (2E, W) fp64, damage per routing mass."""
 
     blocks: list[tuple[BlockId, PackedBlock]]
-    sensitivity: np.ndarray
+    s_bar: np.ndarray
 
 
 def layout_of(
@@ -38,77 +34,23 @@ def layout_of(
     return Layout(tuple(moe_layers), widths, dict.fromkeys(widths, "lut16") | dict(codebooks or {}))
 
 
-def check_level(level: str) -> None:
-    if level not in LEVELS:
-        raise ValueError(f"level is {level!r}; the levels are {', '.join(LEVELS)}")
-
-
 def quantize_layer(
-    experts: ExpertsModule, layout: Layout, importance: Importance | None = None, seed: int = 0
+    experts: ExpertsModule,
+    layout: Layout,
+    importance: Importance | None = None,
+    seed: int = 0,
+    *,
+    level: str = "fast",
+    stakes: tuple[Stakes, Stakes] | None = None,
 ) -> QuantizedLayer:
-    """Quantize a layer on its own device, to the layout's widths and codebooks; importance by linear-block, ones
-    where not given. Changes nothing."""
-    stacks = [_quantize_projection(experts, projection, layout, importance or {}, seed) for projection in Projection]
-    members = [member for pair in zip(*stacks, strict=True) for member in pair]
-    return QuantizedLayer([(block, packed) for block, packed, _ in members], np.stack([harm for _, _, harm in members]))
+    """Quantize a layer on its own device, to the layout's widths and codebooks. Changes nothing.
 
-
-def _quantize_projection(
-    experts: ExpertsModule, projection: Projection, layout: Layout, importance: Importance, seed: int
-) -> list[tuple[BlockId, PackedBlock, np.ndarray]]:
-    weights = getattr(experts.module, PARAMETERS[projection]).detach()
-    blocks = [BlockId(experts.shape.layer, expert, projection) for expert in range(len(weights))]
-    for block, weight in zip(blocks, weights, strict=True):
-        if not weight.isfinite().all():
-            raise ValueError(f"{block} holds NaN or infinite weights; repair the model before quantizing it")
-    members = []
-    for group in _groups(blocks, weights[0].numel()):
-        stack = weights[group[0].expert : group[-1].expert + 1]
-        stakes = [importance.get(block) for block in group]
-        spread = None
-        if any(stake is not None for stake in stakes):
-            ones = torch.ones((), device=stack.device)
-            spread = [(ones if s is None else s.to(stack.device)).expand(stack.shape[1:]) for s in stakes]
-        # Rows are quantized one by one, so small experts go through as one tall block.
-        tall = quantize_block(
-            stack.flatten(0, 1),
-            layout.widths,
-            importance=None if spread is None else torch.cat(spread),
-            seed=seed,
-            codebooks=layout.codebooks,
-        )
-        for block, weight, packed, stake in zip(group, stack, _split(tall, len(group)), stakes, strict=True):
-            harm = sensitivity(weight, packed, None if stake is None else stake.to(weight.device))
-            members.append((block, _on_host(packed), harm.cpu().numpy()))
-    return members
-
-
-def _groups(blocks: list[BlockId], weights_each: int) -> Iterator[list[BlockId]]:
-    size = max(1, GROUP_WEIGHTS // weights_each)
-    for first in range(0, len(blocks), size):
-        yield blocks[first : first + size]
-
-
-def _split(tall: PackedBlock, members: int) -> Iterator[PackedBlock]:
-    """Linear-blocks of equal height that were quantized as one."""
-    planes = tall.planes.chunk(members, dim=1)
-    tables = {bits: table.chunk(members) for bits, table in tall.tables.items()}
-    for member in range(members):
-        yield PackedBlock(
-            planes[member].contiguous(), {bits: parts[member] for bits, parts in tables.items()}, tall.columns
-        )
-
-
-def _on_host(packed: PackedBlock) -> PackedBlock:
-    return PackedBlock(
-        packed.planes.cpu(), {bits: table.cpu() for bits, table in packed.tables.items()}, packed.columns
-    )
-
-
-def weight_only_policy(layout: Layout, sensitivities: np.ndarray) -> Policy:
-    """A policy from the quantization error alone, (R, W); every expert of a layer counts as routed to equally."""
-    mass = np.array([1 / layer.experts for layer in layout.moe_layers for _ in range(2 * layer.experts)])
-    return Policy.from_sensitivity(layout, sensitivities / mass[:, None], mass)
+    importance, stakes: see `quantized_blocks`.
+    """
+    weights = tuple(getattr(experts.module, name).detach() for name in PARAMETERS)
+    settings = Settings(level, layout.widths, layout.codebooks, seed)
+    made = list(quantized_blocks(experts.shape, weights, settings, stakes=stakes, importance=importance))
+    return QuantizedLayer([(one.block, one.packed) for one in made], np.stack([one.s_bar for one in made]))
 
 
 class PageStore:

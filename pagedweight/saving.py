@@ -15,12 +15,14 @@ import numpy as np
 import torch
 
 from pagedweight.checkpoint import FOLDER, Checkpoint, CheckpointError, CheckpointWriter
-from pagedweight.discovery import ExpertsModule, find_experts
+from pagedweight.discovery import PARAMETERS, ExpertsModule, find_experts
 from pagedweight.layout import normalized_widths
 from pagedweight.patching import WIDTHS, assemble, patch
 from pagedweight.patching_model import PagedModel
-from pagedweight.patching_pages import Importance, check_level, layout_of, quantize_layer, weight_only_policy
+from pagedweight.patching_pages import layout_of
+from pagedweight.patching_quantize import Importance, Measured, quantized_blocks, sensitivity_policy
 from pagedweight.policy import Policy
+from pagedweight.quant.levels import Settings, check_level
 from pagedweight.runtime.config import RuntimeConfig
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ def quantize(
     importance: Importance | None = None,
     seed: int = 0,
     codebooks: Mapping[int, str] | None = None,
+    calibration: Measured | None = None,
 ) -> Path:
     """Quantize a model's routed experts into a folder that load() and from_pretrained() read; returns the folder.
 
@@ -57,7 +60,7 @@ def quantize(
     given. Tables stay in that form on the device: the smaller they are, the more room is left for pages.
     ValueError when the model cannot be served or a codebook cannot serve its width, before anything is written.
     """
-    check_level(level)
+    check_level(level, calibration is not None)
     widths = normalized_widths(tuple(widths))
     out = Path(out)
     owned = isinstance(model_or_path, str | Path)
@@ -69,17 +72,15 @@ def quantize(
     rest = _without_experts(model, found)
     writer = CheckpointWriter(out, layout)
     _save_rest(model, out, rest)
-    sensitivities = []
-    for experts in found:
-        layer = quantize_layer(experts, layout, importance, seed)
-        for block, packed in layer.blocks:
-            writer.add(block, packed)
-        sensitivities.append(layer.sensitivity)
-        if owned:
-            experts.drop_weights()
+    settings = Settings(level, layout.widths, layout.codebooks, seed)
+    for index, experts in enumerate(found):
+        weights = tuple(getattr(experts.module, name).detach() for name in PARAMETERS)
+        stakes = None if calibration is None else calibration.importance(index)
+        for made in quantized_blocks(experts.shape, weights, settings, stakes=stakes, importance=importance):
+            writer.add(*made)
     if owned:
         _copy_companions(Path(model_or_path), out)
-    weight_only_policy(layout, np.concatenate(sensitivities)).save(out / FOLDER)
+    sensitivity_policy(layout, np.array(writer.s_bar), calibration).save(out / FOLDER)
     writer.finish()
     return out
 

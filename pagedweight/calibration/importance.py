@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pagedweight.calibration.statistics import BlockSums, LayerSums, Statistics
-from pagedweight.layout import BlockId, Projection
+from pagedweight.bitplane import dequantize
+from pagedweight.layout import BlockId, PackedBlock, Projection
+
+if TYPE_CHECKING:
+    from pagedweight.calibration.statistics import BlockSums, LayerSums, Statistics
 
 # An expert's own figures weigh as much as its layer's after this many routed tokens.
 PRIOR_TOKENS = 32
@@ -35,6 +38,23 @@ class Importance(NamedTuple):
         """Importance for the quantizer, fp32 (E, 1, K): a row's codes do not depend on the row's own factor."""
         return self.columns[:, None, :]
 
+    @property
+    def correlated(self) -> bool:
+        """Whether second moments say more than their diagonal."""
+        return self.moments is not None
+
+    def s_bar(
+        self, expert: int, weight: Tensor, packed: PackedBlock, widths: Sequence[int], form: str = "quadratic"
+    ) -> list[float]:
+        """Damage of one linear-block at each width, nats per token and routing mass, from its own weight (N, K).
+
+        form: "diagonal" is Eq. (2) itself; "quadratic" adds the second moment's correlations.
+        """
+        metric = self.second_moment(expert) if form == "quadratic" and self.correlated else None
+        rows, columns, stake = self.rows[expert], self.columns[expert], float(self.stake[expert])
+        errors = [weight.to(rows.device).float() - dequantize(packed, bits).to(rows.device) for bits in widths]
+        return [stake * _weighed(error, rows, columns, metric) for error in errors]
+
     def second_moment(self, expert: int) -> Tensor:
         """fp32 (K, K), symmetric, trace 1, diagonal `columns`: what row errors are weighed with beyond Eq. (2).
 
@@ -54,6 +74,12 @@ class Importance(NamedTuple):
         mixed *= root[:, None] * root
         mixed.diagonal().copy_(diagonal)
         return mixed
+
+
+def _weighed(error: Tensor, rows: Tensor, columns: Tensor, metric: Tensor | None) -> float:
+    """sum_i rows_i e_i M e_i^T with M the metric (K, K), or diag(columns) where there is none."""
+    squares = error.square() @ columns if metric is None else ((error @ metric) * error).sum(1)
+    return max(0.0, float(torch.dot(rows.double(), squares.double())))
 
 
 def _correlation(moment: Tensor) -> Tensor:

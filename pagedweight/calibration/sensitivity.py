@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-from pagedweight.bitplane import dequantize
-from pagedweight.calibration.importance import Importance, cold_blocks, layer_importance, routing_mass
+from pagedweight.calibration.importance import cold_blocks, layer_importance, routing_mass
 from pagedweight.calibration.statistics import Statistics
 from pagedweight.layout import BlockId, Layout, PackedBlock, Projection
 from pagedweight.policy import Policy
@@ -58,7 +56,7 @@ def measure_sensitivity(
             for projection in Projection:
                 packed = block(BlockId(shape.layer, expert, projection))
                 weight = original_weight(module, expert, projection)
-                s_bar.append(block_sensitivity(weight, packed, importances[projection], expert, layout.widths, form))
+                s_bar.append(importances[projection].s_bar(expert, weight, packed, layout.widths, form))
                 m_cal.append(mass[expert])
     cold = cold_blocks(statistics)
     if cold:
@@ -76,28 +74,3 @@ def original_weight(module: nn.Module, expert: int, projection: Projection) -> T
     """(N, K) fp32 of one linear-block of a fused experts module."""
     weights = module.gate_up_proj if projection is Projection.GATE_UP else module.down_proj
     return weights[expert].detach().float()
-
-
-def block_sensitivity(
-    weight: Tensor,
-    packed: PackedBlock,
-    importance: Importance,
-    expert: int,
-    widths: Sequence[int],
-    form: str = "quadratic",
-) -> list[float]:
-    """s_bar of one linear-block at each width, from its original weight (N, K)."""
-    rows = importance.rows[expert]
-    metric = importance.second_moment(expert) if form == "quadratic" and importance.moments is not None else None
-    stake = float(importance.stake[expert])
-    return [stake * _weighed(_error(weight, packed, bits), rows, importance.columns[expert], metric) for bits in widths]
-
-
-def _error(weight: Tensor, packed: PackedBlock, bits: int) -> Tensor:
-    return weight - dequantize(packed, bits).to(weight.device)
-
-
-def _weighed(error: Tensor, rows: Tensor, columns: Tensor, metric: Tensor | None) -> float:
-    """sum_i rows_i e_i M e_i^T with M the metric (K, K), or diag(columns) where there is none."""
-    squares = error.square() @ columns if metric is None else ((error @ metric) * error).sum(1)
-    return max(0.0, float(torch.dot(rows.double(), squares.double())))

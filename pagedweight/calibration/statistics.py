@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pagedweight.calibration.capture import Visit
+from pagedweight.calibration.importance import Importance, layer_importance, routing_mass
 from pagedweight.layout import MoeLayer, Projection
 
 # fp32 second moments of wider inputs would not fit: at 14336 columns one expert's alone is 0.8 GB.
@@ -114,6 +115,14 @@ class Statistics:
         layer.counts[visit.expert] += len(visit.weights)
         layer.blocks[Projection.GATE_UP].add(visit.expert, visit.gate_up_input, visit.gate_up_stakes)
         layer.blocks[Projection.DOWN].add(visit.expert, visit.down_input, visit.down_stakes)
+
+    def importance(self, layer_index: int) -> tuple[Importance, Importance]:
+        """What gate_up's and down's errors in one layer are weighed with."""
+        return layer_importance(self, layer_index)
+
+    def routing_mass(self, layer_index: int) -> Tensor:
+        """Eq. (1), fp64 (E,), of one layer."""
+        return routing_mass(self.layers[layer_index])
 
     def check(self) -> None:
         """ValueError when nothing was observed, or when a sum is not finite."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -69,21 +70,42 @@ def quantize_stack(
     importance = torch.ones((), device=weight.device) if importance is None else importance.to(weight.device)
     importance = torch.broadcast_to(importance, weight.shape)
     names = names or [f"expert {expert}" for expert in range(weight.shape[0])]
+    for member, stakes, name in zip(weight, importance, names, strict=True):
+        _check(member, stakes, name)
+    return _split(_fit_stack(weight, importance, chosen), weight.shape, chosen)
+
+
+def _fit_stack(weight: Tensor, importance: Tensor, codebooks: Mapping[int, str]) -> _Fitted:
+    """Codes and tables of all E N rows, chunk by chunk: rows know nothing of each other, whatever block they are of."""
+    experts, rows, columns = weight.shape
+    step = max(1, CHUNK_WEIGHTS.get(weight.device.type, 1 << 20) // columns)
+
+    def fit(first: int) -> _Fitted:
+        row = torch.arange(first, min(first + step, experts * rows), device=weight.device)
+        at = (row // rows, row % rows)
+        return _fit_rows(weight[at].double().clamp(-FP16_MAX, FP16_MAX), importance[at].double(), codebooks)
+
+    starts = range(0, experts * rows, step)
+    if weight.device.type == "cpu" and len(starts) > 1:
+        # Chunks fit a core's cache, and their steps are too short for torch to share among threads itself.
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            parts = list(pool.map(fit, starts))
+    else:
+        parts = [fit(first) for first in starts]
+    return _Fitted(
+        torch.cat([part.codes for part in parts]),
+        {bits: torch.cat([part.tables[bits] for part in parts]) for bits in codebooks},
+    )
+
+
+def _split(fitted: _Fitted, shape: Sequence[int], codebooks: Mapping[int, str]) -> list[PackedBlock]:
+    experts, rows, columns = shape
+    codes = fitted.codes.view(experts, rows, columns)
+    tables = {bits: table.view(experts, rows, -1) for bits, table in fitted.tables.items()}
     return [
-        _quantize(member, stakes, chosen, name) for member, stakes, name in zip(weight, importance, names, strict=True)
+        PackedBlock(pack_codes(codes[e], max(codebooks)), {bits: t[e].clone() for bits, t in tables.items()}, columns)
+        for e in range(experts)
     ]
-
-
-def _quantize(weight: Tensor, importance: Tensor, codebooks: Mapping[int, str], name: object) -> PackedBlock:
-    _check(weight, importance, name)
-    step = max(1, CHUNK_WEIGHTS.get(weight.device.type, 1 << 20) // weight.shape[1])
-    parts = [
-        _fit_rows(rows.double().clamp(-FP16_MAX, FP16_MAX), stakes.double(), codebooks)
-        for rows, stakes in zip(weight.split(step), importance.split(step), strict=True)
-    ]
-    codes = torch.cat([part.codes for part in parts])
-    tables = {bits: torch.cat([part.tables[bits] for part in parts]) for bits in codebooks}
-    return PackedBlock(pack_codes(codes, max(codebooks)), tables, weight.shape[1])
 
 
 def _check(weight: Tensor, importance: Tensor, name: object) -> None:

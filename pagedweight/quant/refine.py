@@ -22,6 +22,7 @@ LOSS_FLOOR = 1e-12  # of the weights' own energy: a width without loss does not 
 RIDGE = 1e-2  # of a code's own moment, towards its k-means value: moments of few tokens would overfit
 COLUMN_BLOCK = 32  # columns between two exact recomputations of the gradients
 CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 29}  # of one-hot codes in memory at once
+SWEEP_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # of one sweep's working set: a column's steps are short, so many rows
 
 
 class _Stack(NamedTuple):
@@ -98,9 +99,9 @@ def refit(weight: Tensor, stack: _Stack, moment: Tensor) -> _Stack:
 def _refit_rows(weight: Tensor, stack: _Stack, moment: Tensor) -> dict[int, Tensor]:
     """Normal equations of the parent's codes, then of each shorter code by adding up pairs."""
     codes = torch.arange(1 << stack.parent_width, dtype=torch.uint8, device=weight.device)
-    members = (stack.codes.unsqueeze(2) == codes.view(-1, 1)).float()  # (E, N, C, K)
-    mixed = (members.flatten(1, 2) @ moment).view_as(members)
-    system = (mixed @ members.mT).double()
+    members = stack.codes.unsqueeze(2) == codes.view(-1, 1)  # (E, N, C, K)
+    mixed = _sum_members(members.flatten(1, 2), moment).view(members.shape)
+    system = (mixed @ members.float().mT).double()
     target = (mixed @ weight.unsqueeze(-1)).squeeze(-1).double()
     tables = {}
     for bits in range(stack.parent_width, min(stack.tables) - 1, -1):
@@ -111,6 +112,21 @@ def _refit_rows(weight: Tensor, stack: _Stack, moment: Tensor) -> dict[int, Tens
         if bits in stack.tables:
             tables[bits] = _solve(system, target, stack.tables[bits], bits)
     return tables
+
+
+def _sum_members(members: Tensor, moment: Tensor) -> Tensor:
+    """members @ moment, fp32 (E, M, K), for members of 0 and 1, (E, M, K), and a moment (E, K, K) or (1, K, K)."""
+    if members.device.type != "cuda":
+        return members.float() @ moment
+    # Two bf16 parts carry 16 bits of the moment and 0 and 1 are exact, at several times the rate of fp32 products.
+    left = members.bfloat16()
+    high = moment.bfloat16()
+    low = (moment - high).bfloat16()
+    if len(moment) < len(members):
+        left = left.flatten(0, 1).unsqueeze(0)
+    product = torch.bmm(left, high, out_dtype=torch.float32)
+    product += torch.bmm(left, low, out_dtype=torch.float32)
+    return product.view(members.shape)
 
 
 def _solve(system: Tensor, target: Tensor, table: Tensor, bits: int) -> Tensor:
@@ -134,37 +150,51 @@ def descend(weight: Tensor, stack: _Stack, moment: Tensor, evenness: float) -> T
     every width counts by its relative loss, and few low codes move because the highest width would suffer; at 0 by
     its absolute loss, and the highest widths pay for the lowest.
     """
+    experts, rows, columns = weight.shape
+    row_bytes = 4 * experts * (columns * (len(stack.tables) + 2) + (len(stack.tables) + 3 << stack.parent_width))
+    step = max(1, SWEEP_BYTES.get(weight.device.type, 1 << 26) // row_bytes)
+    chunks = [slice(first, first + step) for first in range(0, rows, step)]
+    energy = torch.zeros(experts, dtype=torch.float64, device=weight.device)
+    losses = torch.zeros(len(stack.tables), experts, dtype=torch.float64, device=weight.device)
+    for chunk in chunks:
+        part = stack.rows(chunk)
+        energy += _loss(weight[:, chunk], moment)
+        losses += torch.stack([_loss(part.errors(weight[:, chunk], bits), moment) for bits in part.tables])
+    shares = losses / energy.clamp_min(torch.finfo(torch.float32).tiny)
+    worth = shares.clamp_min(LOSS_FLOOR).pow(-evenness).float().view(-1, experts, 1, 1)
+    return torch.cat([_descend_rows(weight[:, c], stack.rows(c), moment, worth) for c in chunks], dim=1)
+
+
+def _descend_rows(weight: Tensor, stack: _Stack, moment: Tensor, worth: Tensor) -> Tensor:
+    """One pass over some rows. worth: (W, E, 1, 1), what a unit of each width's loss counts.
+
+    With v_b(c) the value of parent code c at width b, and o_b = sum over the other columns of D_b H, the loss of a code
+    is h sum_b worth_b v_b(c)^2 - 2 sum_b worth_b v_b(c) (h w + o_b), up to what no code changes.
+    """
+    parent = torch.arange(1 << stack.parent_width, device=weight.device)
+    values = torch.stack([stack.values(bits)[..., parent >> (stack.parent_width - bits)] for bits in stack.tables])
+    weighed = worth * values
+    squares = (weighed * values).sum(0)
     codes = stack.codes.clone()
-    values = {bits: stack.values(bits) for bits in stack.tables}
-    errors = {bits: stack.errors(weight, bits) for bits in stack.tables}
-    energy = _loss(weight, moment).clamp_min(torch.finfo(torch.float32).tiny)
-    worth = {
-        bits: (_loss(error, moment) / energy).clamp_min(LOSS_FLOOR).pow(-evenness).view(-1, 1, 1)
-        for bits, error in errors.items()
-    }
+    errors = torch.stack([stack.errors(weight, bits) for bits in stack.tables])
     for start in range(0, weight.shape[2], COLUMN_BLOCK):
         block = slice(start, min(start + COLUMN_BLOCK, weight.shape[2]))
-        gradients = {bits: error @ moment[:, :, block] for bits, error in errors.items()}
+        gradients = errors @ moment[:, :, block]
         for column in range(block.start, block.stop):
-            row = moment[:, column, block].unsqueeze(1)
-            curvature = moment[:, column, column].view(-1, 1, 1)
-            cost, known = torch.zeros_like(weight[:, :, :1]), 0
-            for bits in sorted(values):
-                error, gradient = errors[bits][:, :, column], gradients[bits][:, :, column - start]
-                others = gradient.unsqueeze(2) - curvature * error.unsqueeze(2)
-                trial = weight[:, :, column].unsqueeze(2) - values[bits]
-                cost = cost.repeat_interleave(1 << (bits - known), dim=2)
-                cost = cost + worth[bits] * trial * (curvature * trial + 2 * others)
-                known = bits
+            curvature = moment[:, column, column].view(-1, 1)
+            given, error = weight[:, :, column], errors[:, :, :, column]
+            pull = gradients[..., column - start] + curvature * (given - error)
+            cost = curvature.unsqueeze(-1) * squares
+            for width_pull, width_values in zip(pull, weighed, strict=True):
+                cost.addcmul_(width_pull.unsqueeze(-1), width_values, value=-2)
             best = cost.argmin(2, keepdim=True)
             codes[:, :, column] = best.squeeze(2).byte()
-            for bits in values:
-                fresh = weight[:, :, column] - values[bits].gather(2, best >> (stack.parent_width - bits)).squeeze(2)
-                gradients[bits] += (fresh - errors[bits][:, :, column]).unsqueeze(2) * row
-                errors[bits][:, :, column] = fresh
+            fresh = given - values.gather(3, best.expand(len(values), *best.shape)).squeeze(3)
+            gradients.addcmul_((fresh - error).unsqueeze(3), moment[:, column, block].unsqueeze(1))
+            errors[:, :, :, column] = fresh
     return codes
 
 
 def _loss(error: Tensor, moment: Tensor) -> Tensor:
-    """tr(D H D^T) of each expert, (E,)."""
-    return ((error @ moment) * error).sum((1, 2))
+    """tr(D H D^T) of each expert, (E,) fp64."""
+    return ((error @ moment) * error).sum((1, 2), dtype=torch.float64)
