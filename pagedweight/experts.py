@@ -12,6 +12,8 @@ from pagedweight.kernels import ops
 from pagedweight.kernels.launch import join_codebooks
 from pagedweight.layout import BlockTables, MoeLayer, RoutingStats
 
+BIASES = ("gate_up_bias", "down_bias")
+
 
 class TokenSlots:
     """Which request slot each token of the next forward belongs to; all tokens are in slot 0 until told otherwise.
@@ -51,8 +53,9 @@ class TokenSlots:
 class PagedExperts(nn.Module):
     """Routed experts of one MoE layer, read through the page table at their committed widths.
 
-    Has no parameters and no buffers: planes live in the runtime's arena, so `.to()`, `.half()` and `state_dict()`
-    leave them alone, and the output has the dtype of the input.
+    Planes live in the runtime's arena, so `.to()`, `.half()` and `state_dict()` leave them alone, and the output has
+    the dtype of the input. Biases, where a model has them, are small and stay ordinary parameters: gate_up_bias
+    (E, 2I), gate first, or (E, I) without a gate, and down_bias (E, H).
     """
 
     def __init__(
@@ -67,8 +70,11 @@ class PagedExperts(nn.Module):
         frame_bytes: int,
         widths: tuple[int, ...],
         codebooks: Mapping[int, str],
+        biases: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         super().__init__()
+        for name in BIASES:
+            self.register_parameter(name, (biases or {}).get(name))
         self.shape = shape
         self.layer_index = layer_index
         self.first_row = first_row
@@ -106,6 +112,10 @@ class PagedExperts(nn.Module):
             self.shape.activation,
             list(self.widths),
             self.codebooks,
+            self.shape.gated,
+            self.shape.limit,
+            self.gate_up_bias,
+            self.down_bias,
         )
 
     def extra_repr(self) -> str:

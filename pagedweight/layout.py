@@ -8,6 +8,7 @@ R_s request slots.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +16,10 @@ from typing import NamedTuple
 import torch
 
 CODEBOOKS = ("lut16", "lut8", "cubic", "affine")
-ACTIVATIONS = ("silu", "gelu_tanh")
+# What stands between an expert's two matrices; kernels.reference.combine is the definition.
+ACTIVATIONS = ("silu", "gelu_tanh", "relu2", "clamped_silu", "capped_silu", "gpt_oss")
+LIMITED = ("clamped_silu", "capped_silu", "gpt_oss")
+UNGATED = ("silu", "gelu_tanh", "relu2")
 MAX_WIDTH = 8
 LUT8_MAX_WIDTH = 4
 CUBIC_MIN_WIDTH = 3  # four coefficients are four free values: at 2 bits that is lut16
@@ -45,27 +49,32 @@ class BlockId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MoeLayer:
-    """One MoE layer's shape: E experts of H -> (2I) -> I -> H; `layer` is the model's own number."""
+    """One MoE layer's shape: E experts of H -> (2I) -> I -> H; `layer` is the model's own number.
+
+    gated: without a gate, gate_up has I rows. limit: where the activations in LIMITED clamp, 0 for the others.
+    """
 
     layer: int
     experts: int
     hidden: int
     intermediate: int
     activation: str = "silu"
+    gated: bool = True
+    limit: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("experts", "hidden", "intermediate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"layer {self.layer}: {name} is {getattr(self, name)}; it must be at least 1")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"layer {self.layer}: activation is {self.activation!r}; supported are {', '.join(ACTIVATIONS)}"
-            )
+        try:
+            check_activation(self.activation, self.gated, self.limit)
+        except ValueError as error:
+            raise ValueError(f"layer {self.layer}: {error}") from error
 
     def shape(self, projection: Projection) -> tuple[int, int]:
         """(N, K) of one expert's matrix: gate_up is (2I, H) with the gate rows first, down is (H, I)."""
         if projection is Projection.GATE_UP:
-            return 2 * self.intermediate, self.hidden
+            return (1 + self.gated) * self.intermediate, self.hidden
         return self.hidden, self.intermediate
 
 
@@ -75,6 +84,19 @@ def normalized_widths(widths: tuple[int, ...]) -> tuple[int, ...]:
     if not unique or unique[0] < 2 or unique[-1] > MAX_WIDTH:
         raise ValueError(f"widths are {tuple(widths)}; give at least one width, each from 2 to {MAX_WIDTH}")
     return unique
+
+
+def check_activation(activation: str, gated: bool, limit: float) -> None:
+    """ValueError when experts cannot have this activation with or without a gate, or not with this limit."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; supported are {', '.join(ACTIVATIONS)}")
+    if not gated and activation not in UNGATED:
+        raise ValueError(f"activation {activation!r} needs a gate; without one use {', '.join(UNGATED)}")
+    if not (0 < limit < math.inf if activation in LIMITED else limit == 0):
+        raise ValueError(
+            f"activation {activation!r} with limit {limit}; give {', '.join(LIMITED)} a finite limit above 0 and the "
+            "others 0"
+        )
 
 
 def check_codebook(codebook: str, width: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -34,7 +35,32 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
 def activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
     if activation == "silu":
         return torch.nn.functional.silu(gate)
+    if activation == "relu2":
+        return gate.clamp(min=0) ** 2
     return torch.nn.functional.gelu(gate, approximate="tanh")
+
+
+def combine(product: torch.Tensor, shape: MoeLayer) -> torch.Tensor:
+    """What down takes in, number by number where the activation has a limit; (2I,) or, without a gate, (I,)."""
+    if not shape.gated:
+        return activate(product, shape.activation)
+    gate, up = product.chunk(2)
+    if not shape.limit:
+        return activate(gate, shape.activation) * up
+    return torch.tensor(
+        [_limited(g, u, shape) for g, u in zip(gate.tolist(), up.tolist(), strict=True)], dtype=product.dtype
+    )
+
+
+def _limited(gate: float, up: float, shape: MoeLayer) -> float:
+    limit = shape.limit
+    up = max(-limit, min(up, limit))
+    if shape.activation == "capped_silu":
+        return min(gate / (1 + math.exp(-gate)), limit) * up
+    gate = min(gate, limit)
+    if shape.activation == "clamped_silu":
+        return gate / (1 + math.exp(-gate)) * up
+    return gate / (1 + math.exp(-1.702 * gate)) * (up + 1)
 
 
 class Layer(NamedTuple):
@@ -47,6 +73,7 @@ class Layer(NamedTuple):
     codes: list[torch.Tensor]
     tables: list[dict[int, torch.Tensor]]
     codebooks: dict[int, str]
+    biases: dict[str, torch.Tensor]
 
     def weight(self, row: int, bits: int) -> torch.Tensor:
         """(N, K) fp64 values of one linear-block at a width."""
@@ -67,8 +94,13 @@ class Layer(NamedTuple):
         for token, (ids, weights) in enumerate(zip(expert_ids.tolist(), expert_weights.double(), strict=True)):
             for expert, weight in zip(ids, weights, strict=True):
                 if 0 <= expert < self.shape.experts:
-                    gate, up = (gate_up[expert] @ x[token].double()).chunk(2)
-                    out[token] += weight * (down[expert] @ (activate(gate, self.shape.activation) * up))
+                    product = gate_up[expert] @ x[token].double()
+                    if "gate_up_bias" in self.biases:
+                        product += self.biases["gate_up_bias"][expert].double()
+                    output = down[expert] @ combine(product, self.shape)
+                    if "down_bias" in self.biases:
+                        output += self.biases["down_bias"][expert].double()
+                    out[token] += weight * output
         return out
 
     def place(
@@ -138,6 +170,9 @@ class Layer(NamedTuple):
             "activation": self.shape.activation,
             "widths": list(self.widths),
             "codebooks": join_codebooks(self.codebooks, self.widths),
+            "gated": self.shape.gated,
+            "limit": self.shape.limit,
+            **{name: bias.to(tables.memory.device) for name, bias in self.biases.items()},
         }
 
 
@@ -152,10 +187,16 @@ def make_layer(
     first_row: int = 0,
     frame_bytes: int | None = None,
     codebooks: dict[int, str] | None = None,
+    gated: bool = True,
+    limit: float = 0.0,
+    biases: bool | torch.dtype = False,
 ) -> Layer:
-    """A layer of random codes and tables, scaled so that outputs are near 1; codebooks: lut16 where not given."""
+    """A layer of random codes and tables, scaled so that outputs are near 1; codebooks: lut16 where not given.
+
+    biases: False, or both in fp32 (True) or in the type given.
+    """
     generator = torch.Generator().manual_seed(seed)
-    shape = MoeLayer(0, experts, hidden, intermediate, activation)
+    shape = MoeLayer(0, experts, hidden, intermediate, activation, gated, limit)
     books = {b: (codebooks or {}).get(b, "lut16") for b in widths}
     codes, tables = [], []
     for _ in range(experts):
@@ -164,7 +205,10 @@ def make_layer(
             codes.append(torch.randint(0, 2 ** widths[-1], (n, k), generator=generator, dtype=torch.uint8))
             tables.append({b: random_table(books[b], n, b, k**-0.5, generator) for b in widths})
     chosen = frame_bytes or choose_frame_bytes([shape.shape(projection) for projection in Projection])
-    return Layer(shape, widths, chosen, first_row, codes, tables, books)
+    heights = {"gate_up_bias": shape.shape(Projection.GATE_UP)[0], "down_bias": hidden} if biases else {}
+    dtype = torch.float32 if biases is True else biases
+    drawn = {name: torch.randn(experts, height, generator=generator).to(dtype) for name, height in heights.items()}
+    return Layer(shape, widths, chosen, first_row, codes, tables, books, drawn)
 
 
 def random_table(codebook: str, rows: int, bits: int, size: float, generator: torch.Generator) -> torch.Tensor:

@@ -59,6 +59,7 @@ KERNELS = {
     "permute": 0,
     "weighted_sum": 0,
     "routing": 1,
+    "grouped": 1,
     "fused_moe": 1,
     "decode": 1,
     "regimes": 2,

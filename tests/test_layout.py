@@ -60,7 +60,11 @@ def test_case_13_widths_are_sorted_and_unique(widths, expected):
     ("make", "says"),
     [
         (lambda: MoeLayer(0, 0, 8, 8), "experts is 0"),
-        (lambda: MoeLayer(0, 4, 8, 8, "relu"), "activation is 'relu'"),
+        (lambda: MoeLayer(0, 4, 8, 8, "relu"), "layer 0: activation is 'relu'"),
+        (lambda: MoeLayer(0, 4, 8, 8, "gpt_oss"), "'gpt_oss' with limit 0.0"),
+        (lambda: MoeLayer(0, 4, 8, 8, "gpt_oss", limit=float("inf")), "with limit inf"),
+        (lambda: MoeLayer(0, 4, 8, 8, "silu", limit=7.0), "'silu' with limit 7.0"),
+        (lambda: MoeLayer(0, 4, 8, 8, "clamped_silu", False, 7.0), "'clamped_silu' needs a gate"),
         (lambda: Layout((), (2,), LUT16), "no MoE layer"),
         (lambda: Layout((MoeLayer(0, 1, 8, 8),), (4, 2), LUT16), "give them sorted"),
         (lambda: Layout((MoeLayer(0, 1, 8, 8),), (2, 4), {2: "lut16"}), r"widths \[4\] have no known codebook"),
@@ -71,6 +75,12 @@ def test_case_13_widths_are_sorted_and_unique(widths, expected):
 def test_impossible_layouts_are_refused(make, says):
     with pytest.raises(ValueError, match=says):
         make()
+
+
+def test_experts_without_a_gate_have_half_the_rows():
+    gated, alone = MoeLayer(0, 4, 8, 6), MoeLayer(0, 4, 8, 6, "relu2", gated=False)
+    assert [gated.shape(p) for p in Projection] == [(12, 8), (8, 6)]
+    assert [alone.shape(p) for p in Projection] == [(6, 8), (8, 6)]
 
 
 def test_statistics_begin_at_zero_in_the_types_that_kernels_expect():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pagedweight.kernels.launch import split_codebooks
-from pagedweight.layout import ACTIVATIONS, BlockTables, RoutingStats
+from pagedweight.layout import BlockTables, RoutingStats, check_activation
 
 INPUT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 ID_TYPES = (torch.int32, torch.int64)
@@ -31,18 +31,23 @@ def check_arguments(
     activation: str,
     widths: list[int],
     codebooks: str,
+    gated: bool = True,
+    limit: float = 0.0,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
 ) -> None:
     """ValueError, in one sentence, for the first of fused_moe's arguments that does not fit the others."""
     tables, stats = BlockTables(bits, frame_address, table_address, memory), RoutingStats(mass, counts, features)
     _check_batch(x, expert_ids, expert_weights, token_slot)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; supported are {', '.join(ACTIVATIONS)}")
+    check_activation(activation, gated, limit)
     split_codebooks(codebooks, widths)
     if expert_ids.shape[1] > experts:
         raise ValueError(f"expert_ids name {expert_ids.shape[1]} experts per token, but the layer has {experts}")
     if first_row < 0 or first_row + 2 * experts > len(bits):
         raise ValueError(f"rows {first_row} to {first_row + 2 * experts} are beyond the {len(bits)} rows of the tables")
     _check_tensors(x.device, tables, stats)
+    _check_bias("gate_up_bias", gate_up_bias, (experts, (1 + gated) * intermediate), x.device)
+    _check_bias("down_bias", down_bias, (experts, x.shape[1]), x.device)
     _check_room(stats, layer_index, experts)
 
 
@@ -70,6 +75,15 @@ def _check_tensors(device: torch.device, tables: BlockTables, stats: RoutingStat
             raise ValueError(f"{name} is {tensor.dtype}; give a contiguous {expected[name]} tensor")
         if tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device} and x on {device}; keep a layer on one device")
+
+
+def _check_bias(name: str, bias: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
+    if bias is None:
+        return
+    if bias.shape != shape or bias.dtype not in INPUT_TYPES or not bias.is_contiguous():
+        raise ValueError(f"{name} is {bias.dtype} {tuple(bias.shape)}; give contiguous floating point {shape} or None")
+    if bias.device != device:
+        raise ValueError(f"{name} is on {bias.device} and x on {device}; keep a layer on one device")
 
 
 def _check_room(stats: RoutingStats, layer_index: int, experts: int) -> None:

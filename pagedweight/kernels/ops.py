@@ -34,10 +34,15 @@ def fused_moe(
     activation: str,
     widths: list[int],
     codebooks: str,
+    gated: bool = True,
+    limit: float = 0.0,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One MoE layer's routed experts over paged planes; adds to the routing statistics.
 
-    out[t] = sum_a w[t, a] * down_e(act(gate_e x[t]) * up_e x[t]) with e = expert_ids[t, a], summed in fp32.
+    out[t] = sum_a w[t, a] * (down_e combine(gate_up_e x[t] + b_e) + c_e) with e = expert_ids[t, a], summed in fp32;
+    `reference.combine` says what an activation does to gate and up.
 
     Args:
         x: (T, H) fp32, fp16 or bf16; any strides.
@@ -49,15 +54,19 @@ def fused_moe(
         layer_index: the layer's place in the statistics; first_row: the table row of (expert 0, gate_up).
         experts, intermediate: E and I. frame_bytes: size of a frame. activation: one of layout.ACTIVATIONS.
         widths: supported widths, ascending. codebooks: theirs, as `launch.join_codebooks` makes it.
+        gated: whether gate_up has gate rows before its up rows. limit: of the activations in layout.LIMITED, else 0.
+        gate_up_bias: b, (E, 2I), or (E, I) without a gate; down_bias: c, (E, H); floating point, contiguous, or None.
 
     Returns (T, H) in x.dtype. Raises ValueError when the arguments do not fit each other.
     """
     arguments = (
         x, expert_ids, expert_weights, token_slot, bits, frame_address, table_address, memory, mass, counts, features,
-        layer_index, first_row, experts, intermediate, frame_bytes, activation, widths, codebooks,
+        layer_index, first_row, experts, intermediate, frame_bytes, activation, widths, codebooks, gated, limit,
+        gate_up_bias, down_bias,
     )  # fmt: skip
     check_arguments(*arguments)
-    return launch_on_cuda(*arguments)
+    plain = activation in ("silu", "gelu_tanh") and gated and gate_up_bias is None and down_bias is None
+    return launch_on_cuda(*arguments, plain=plain)
 
 
 @fused_moe.register_kernel("cpu")
@@ -71,11 +80,11 @@ def _fused_moe_fake(x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def launch_on_cuda(x: torch.Tensor, *arguments: object, **named: object) -> torch.Tensor:
-    """The Triton kernels of the batch's regime; the arguments are fused_moe's. ImportError without Triton."""
+def launch_on_cuda(x: torch.Tensor, *arguments: object, plain: bool = True, **named: object) -> torch.Tensor:
+    """The Triton kernels of the batch's regime; the other arguments are fused_moe's. ImportError without Triton."""
     # Not at the top: where Triton has no wheel, everything but this launch must work.
     from pagedweight.kernels.regimes import choose_regime
 
     # Triton launches on the current device; make that the tensors' own.
     with torch.cuda.device(x.device):
-        return choose_regime(x)(x, *arguments, **named)
+        return choose_regime(x, plain)(x, *arguments, **named)

@@ -74,10 +74,7 @@ def fused_moe_reference(
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out[t] = sum_a w[t, a] * (down_e combine(gate_up_e x[t] + b_e) + c_e), e = expert_ids[t, a], in fp32.
-
-    See `fused_moe`.
-    """
+    """out[t] = sum_a w[t, a] * (down_e combine(gate_up_e x[t] + b_e) + c_e), e = expert_ids[t, a], as `fused_moe`."""
     tokens, hidden = x.shape
     per_token = expert_ids.shape[1]
     tables = BlockTables(bits, frame_address, table_address, memory)
@@ -95,9 +92,8 @@ def fused_moe_reference(
         gate_up = decode_blocks(tables, rows + Projection.GATE_UP, gate_up_plane, books)
         down = decode_blocks(tables, rows + Projection.DOWN, down_plane, books)
         for expert, gate_up_weight, down_weight, group in zip(active, gate_up, down, groups, strict=True):
-            product = functional.linear(
-                stored_inputs[group // per_token], gate_up_weight, _bias_of(gate_up_bias, expert)
-            )
+            inputs_here = stored_inputs[group // per_token]
+            product = functional.linear(inputs_here, gate_up_weight, _bias_of(gate_up_bias, expert))
             inner = combine(product, activation, gated, limit)
             down_norms[group] = inner.norm(dim=-1)
             outputs[group] = functional.linear(to_stored_order(inner), down_weight, _bias_of(down_bias, expert))
@@ -105,13 +101,9 @@ def fused_moe_reference(
     chosen = (expert_ids >= 0) & (expert_ids < experts)
     routing_reference(
         torch.where(chosen, expert_ids, -1),  # the statistics may hold more experts than this layer has
-        expert_weights,
-        token_slot,
-        inputs.norm(dim=-1),
-        down_norms.view(tokens, per_token),
-        RoutingStats(mass, counts, features),
-        layer_index,
-    )
+        expert_weights, token_slot, inputs.norm(dim=-1), down_norms.view(tokens, per_token),
+        RoutingStats(mass, counts, features), layer_index,
+    )  # fmt: skip
     weights = torch.where(chosen, expert_weights.float(), 0.0)
     return (outputs.view(tokens, per_token, hidden) * weights[..., None]).sum(1).to(x.dtype)
 

@@ -10,6 +10,9 @@ from pagedweight.kernels.decode.launch import can_decode, launch_decode_moe
 from pagedweight.kernels.fused_moe import launch_fused_moe
 
 
-def choose_regime(x: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """The launcher for (T, H) inputs, from shapes and types alone: a captured graph stays right."""
-    return launch_decode_moe if can_decode(x) else launch_fused_moe
+def choose_regime(x: torch.Tensor, plain: bool = True) -> Callable[..., torch.Tensor]:
+    """The launcher for (T, H) inputs, from shapes and types alone: a captured graph stays right.
+
+    plain: silu or gelu_tanh with a gate and without biases; the decode path serves nothing else.
+    """
+    return launch_decode_moe if plain and can_decode(x) else launch_fused_moe

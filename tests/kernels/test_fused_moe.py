@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pagedweight.kernels.fused_moe import launch_fused_moe
 from pagedweight.kernels.launch import LaunchConfig, choose
 from pagedweight.kernels.ops import fused_moe
-from pagedweight.layout import CODEBOOKS, RoutingStats
+from pagedweight.layout import ACTIVATIONS, CODEBOOKS, LIMITED, UNGATED, RoutingStats
 from tests.support import (
     DEVICE,
     assert_close,
@@ -56,6 +56,11 @@ def mappings(draw, widths):
         )
         for b in widths
     }
+
+
+GATES = [(activation, True, 0.0) for activation in ACTIVATIONS if activation not in LIMITED]
+GATES += [(activation, True, limit) for activation in LIMITED for limit in (0.5, 7.0)]
+GATES += [(activation, False, 0.0) for activation in UNGATED]
 
 
 def same(left, right):
@@ -105,6 +110,60 @@ def test_kernel_twin_and_definition_agree_under_any_codebooks(data):
     kernel = run_kernel(layer, tables, x, ids, weights)
     assert_close(kernel.out, twin.out)
     assert_close(kernel.stats.features, twin.stats.features, dtype)
+
+
+@pytest.mark.parametrize("gate", GATES, ids=lambda gate: f"{gate[0]}-{'gated' if gate[1] else 'alone'}-{gate[2]}")
+@settings(max_examples=3)
+@given(st.data())
+def test_kernel_twin_and_definition_agree_for_every_gate(gate, data):
+    activation, gated, limit = gate
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+    layer = make_layer(
+        3,
+        data.draw(st.sampled_from([33, 64])),
+        data.draw(st.sampled_from([22, 40, 64])),
+        activation=activation,
+        gated=gated,
+        limit=limit,
+        biases=data.draw(st.sampled_from([False, True, torch.float16, torch.bfloat16])),
+        seed=data.draw(st.integers(0, 99)),
+        first_row=data.draw(st.sampled_from([0, 4])),
+    )
+    bits = draw_bits(layer, data.draw(st.integers(0, 99)))
+    ids, weights = draw_routing(6, 3, 2)
+    # Four times the usual size, so that a limit of 7 is reached.
+    x = 4 * draw_tokens(6, layer.shape.hidden, 1, dtype)
+    tables = layer.place(bits, padding=1)
+    twin = run_twin(layer, tables, x, ids, weights)
+    assert_close(twin.out, layer.moe(x, ids, weights, bits), dtype)
+    kernel = run_kernel(layer, tables, x, ids, weights)
+    assert_close(kernel.out, twin.out)
+    assert_close(kernel.stats.features, twin.stats.features, dtype)
+
+
+@pytest.mark.parametrize("name", ["gate_up_bias", "down_bias"])
+def test_one_bias_may_stand_alone_and_belongs_to_its_own_expert(name):
+    layer = make_layer(4, 40, 24, biases=True, first_row=4)
+    alone = layer._replace(biases={name: layer.biases[name]})
+    bits = draw_bits(layer)
+    ids, weights = draw_routing(9, 4, 2)
+    x = draw_tokens(9, 40)
+    expected = alone.moe(x, ids, weights, bits).float()
+    assert_close(run_twin(alone, layer.place(bits), x, ids, weights).out, expected)
+    assert_close(run_kernel(alone, layer.place(bits), x, ids, weights).out, expected)
+
+
+@pytest.mark.parametrize("gate", GATES[::2], ids=lambda gate: gate[0])
+def test_a_token_that_is_no_number_is_seen_behind_every_gate(gate):
+    activation, gated, limit = gate
+    layer = make_layer(2, 33, 22, activation=activation, gated=gated, limit=limit)
+    ids, weights = draw_routing(3, 2, 1)
+    x = draw_tokens(3, 33)
+    x[1] = float("nan")
+    for run in (run_kernel, run_twin):
+        out = run(layer, layer.place(draw_bits(layer)), x, ids, weights).out
+        assert out[1].isnan().all()
+        assert out[[0, 2]].isfinite().all()
 
 
 @settings(max_examples=4)

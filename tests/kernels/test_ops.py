@@ -77,6 +77,12 @@ def test_case_95_registering_twice_is_harmless():
         ("counts", torch.zeros(1, 1, 3, dtype=torch.int32), "of the same shape"),
         ("features", torch.zeros(1, 1, 4, 2), "of the same shape"),
         ("activation", "relu", "activation is 'relu'"),
+        ("limit", 7.0, "'silu' with limit 7.0"),
+        ("activation", "gpt_oss", "'gpt_oss' with limit 0.0"),
+        ("gate_up_bias", torch.zeros(4, 24), r"gate_up_bias is torch.float32 \(4, 24\); .* \(4, 48\)"),
+        ("gate_up_bias", torch.zeros(4, 48, dtype=torch.int32), "gate_up_bias is torch.int32"),
+        ("gate_up_bias", torch.zeros(4, 96)[:, ::2], "give contiguous"),
+        ("down_bias", torch.zeros(3, 40), "down_bias"),
         ("codebooks", "lut16,lut16", "give one for each width"),
         ("codebooks", "lut16,lut16,lut16,lut8,lut16", "lut8 at 5 bits"),
         ("codebooks", "cubic,lut16,lut16,lut16,lut16", "cubic at 2 bits"),
@@ -89,11 +95,20 @@ def test_arguments_that_do_not_fit_are_refused(name, value, says):
         ops.fused_moe(**{**arguments, name: value})
 
 
+def test_a_gate_with_a_limit_needs_a_gate():
+    _, arguments = call()
+    with pytest.raises(ValueError, match="'gpt_oss' needs a gate"):
+        ops.fused_moe(**arguments | {"activation": "gpt_oss", "limit": 7.0, "gated": False})
+
+
 def test_tensors_on_another_device_are_refused():
     _, arguments = call()
     arguments |= RoutingStats.zeros(1, 1, 4, "meta")._asdict()
     with pytest.raises(ValueError, match="mass is on meta and x on cpu"):
         check_arguments(**arguments)
+    _, arguments = call()
+    with pytest.raises(ValueError, match="down_bias is on meta and x on cpu"):
+        check_arguments(**arguments | {"down_bias": torch.zeros(4, 40, device="meta")})
 
 
 _WITHOUT_TRITON = """

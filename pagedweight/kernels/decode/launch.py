@@ -36,6 +36,10 @@ def launch_decode_moe(
     activation: str,
     widths: Sequence[int],
     codebooks: str,
+    gated: bool = True,
+    limit: float = 0.0,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
     use_ptx: bool | None = None,
 ) -> torch.Tensor:
