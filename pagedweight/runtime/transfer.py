@@ -5,6 +5,7 @@ Every engine keeps one promise: a copy that has raised is settled, so nothing st
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -22,11 +23,15 @@ class FrameCopy(NamedTuple):
 
 
 class Ticket(Protocol):
-    """Work that finishes later. Both methods raise what went wrong with it."""
+    """Work that finishes later. `done` and `wait` raise what went wrong with it."""
 
     def done(self) -> bool: ...
 
     def wait(self) -> None: ...
+
+    def seconds(self) -> float:
+        """How long a copy in took once it is done; 0 for other work."""
+        ...
 
 
 class TransferEngine(Protocol):
@@ -46,6 +51,10 @@ class TransferEngine(Protocol):
         """Host to frames between the forwards launched so far and those launched next."""
         ...
 
+    def relocate(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Frames to free frames, as many, between the forwards launched so far and those launched next."""
+        ...
+
     def close(self) -> None:
         """Wait for everything in flight."""
         ...
@@ -54,11 +63,17 @@ class TransferEngine(Protocol):
 class Finished:
     """The ticket of work that is over already."""
 
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
+
     def done(self) -> bool:
         return True
 
     def wait(self) -> None:
         return None
+
+    def seconds(self) -> float:
+        return self._seconds
 
 
 class ImmediateEngine:
@@ -68,8 +83,9 @@ class ImmediateEngine:
         self._rows = arena.rows
 
     def copy_in(self, copies: Sequence[FrameCopy]) -> Ticket:
+        began = time.perf_counter()
         self.write_now(copies)
-        return Finished()
+        return Finished(time.perf_counter() - began)
 
     def copy_out(self, copies: Sequence[FrameCopy]) -> Ticket:
         for frames, host in copies:
@@ -82,6 +98,9 @@ class ImmediateEngine:
     def write_now(self, copies: Sequence[FrameCopy]) -> None:
         for frames, host in copies:
             self._rows.index_copy_(0, torch.from_numpy(frames), host.view(len(frames), -1))
+
+    def relocate(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        self._rows.index_copy_(0, torch.from_numpy(targets), self._rows[torch.from_numpy(sources)])
 
     def close(self) -> None:
         return None

@@ -136,6 +136,9 @@ class CrankedTicket:
             self.turn()
         self.done()
 
+    def seconds(self) -> float:
+        return 1e-3
+
     def turn(self, *, fail: bool = False) -> None:
         """Finish: forwards launched before end first, then bytes move. A failure leaves them half moved."""
         self._engine.finish_forwards(self._launched)
@@ -180,6 +183,14 @@ class CrankedEngine:
             if self.fail_next_write:
                 self.fail_next_write = False
                 raise TransferFault("the table write failed")
+
+    def relocate(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """In stream order every forward launched so far has read everything before a frame moves."""
+        self.finish_forwards(len(self.forwards))
+        if self.fail_next_write:
+            self.fail_next_write = False
+            raise TransferFault("the frames could not be relocated")
+        self._arena.rows[torch.from_numpy(targets)] = self._arena.rows[torch.from_numpy(sources)]
 
     def close(self) -> None:
         while self.pending:

@@ -1,0 +1,284 @@
+"""Decoding at a model's true shape while its KV cache takes the weights' bytes, down to 3 bits and back.
+
+    python -m bench.e2e.gpu_pressure --model qwen --layers 24 --batch 64 --out bench/results/h200-pressure-qwen.json
+
+1. Moving: 6 bits and --spare-mib of KV cache in a fixed budget. A batch decodes until not one more token fits; then the
+   sequences end, and a small batch decodes on while the pages come back.
+2. Still: the same forwards over as much KV cache in a larger budget, each stretch held at the widths that the moving
+   run had in its middle, with nothing moving. The difference in time is what moving costs.
+3. Capacity: tokens of KV cache that fit the budget beside bf16 experts, beside each uniform width, and as reached.
+Weights are random (bench/e2e/drawn.py). Every forward is timed by events on the device's own clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import transformers
+import triton
+from transformers import PreTrainedModel
+
+from bench.e2e.drawn import Drawn, draw
+from pagedweight import RuntimeConfig
+from pagedweight.runtime.controller_report import RuntimeSnapshot
+from pagedweight.runtime.frames import OutOfFrames
+
+WIDTHS = (3, 4, 5, 6)
+BUFFER_BYTES = 2**30
+STRETCH_STEPS = 16
+SETTLING_STEPS = 3  # of a stretch: the first forwards after a wait start on an idle device
+RESTORE_BATCH, RESTORE_STEPS = 8, 160
+
+
+class Mark:
+    """A moment on the device's clock; on the CPU, where work ends with its call, the host's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds = time.perf_counter()
+        self._event = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def ms_until(self, other: Mark) -> float:
+        if self._event is None:
+            return 1e3 * (other.seconds - self.seconds)
+        return self._event.elapsed_time(other._event)
+
+
+class Decoding:
+    """Greedy decoding of one batch, forward by forward. seen: the runtime before each forward."""
+
+    def __init__(self, model: PreTrainedModel, batch: int, prompt_tokens: int) -> None:
+        self.model, self.batch = model, batch
+        self.cache = model.pagedweight.new_cache()
+        self.seen: list[RuntimeSnapshot] = []
+        self.driver_free: list[int] = []
+        self._marks: list[Mark] = []
+        generator = torch.Generator(model.device).manual_seed(0)
+        shape = (batch, prompt_tokens)
+        self._ids = torch.randint(model.config.vocab_size, shape, generator=generator, device=model.device)
+        self._forward()
+
+    @torch.no_grad()
+    def _forward(self) -> None:
+        output = self.model(input_ids=self._ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self._ids = output.logits[:, -1].argmax(-1, keepdim=True)
+
+    def run(self, steps: int) -> int:
+        """At most so many forwards; fewer when the cache finds no more room. Returns how many."""
+        for done in range(steps):
+            self._mark()
+            try:
+                self._forward()
+            except OutOfFrames:
+                self._marks.pop()
+                self.seen.pop()
+                return done
+        return steps
+
+    def _mark(self) -> None:
+        self._marks.append(Mark(self.model.device))
+        self.seen.append(self.model.pagedweight.snapshot())
+        if self.model.device.type == "cuda" and len(self.seen) % STRETCH_STEPS == 0:
+            self.driver_free.append(torch.cuda.mem_get_info()[0])
+
+    def milliseconds(self) -> np.ndarray:
+        """(steps,), from the beginning of one forward to that of the next."""
+        marks = [*self._marks, Mark(self.model.device)]
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize()
+        return np.array([mark.ms_until(after) for mark, after in pairwise(marks)])
+
+
+class Moving(NamedTuple):
+    """What the moving run leaves for the still one. milliseconds: (steps,). bits: (steps, R)."""
+
+    report: dict
+    milliseconds: np.ndarray
+    bits: np.ndarray
+    restore_milliseconds: np.ndarray
+    restore_bits: np.ndarray
+
+
+def moving(drawn: Drawn, config: RuntimeConfig, batch: int, prompt_tokens: int, most_steps: int) -> Moving:
+    model = drawn.patched(config)
+    runtime = model.pagedweight
+    start = runtime.snapshot()
+    decoding = Decoding(model, batch, prompt_tokens)
+    steps = decoding.run(most_steps)
+    took, end = decoding.milliseconds(), runtime.snapshot()
+    tokens = decoding.cache.get_seq_length()
+    decoding.cache.release()
+    restoring = Decoding(model, RESTORE_BATCH, prompt_tokens)
+    restoring.run(RESTORE_STEPS)
+    restored_took, rested = restoring.milliseconds(), runtime.snapshot()
+    restoring.cache.release()
+    runtime.check()
+    bits, restore_bits = (np.stack([seen.bits for seen in run.seen]) for run in (decoding, restoring))
+    back = int((restore_bits.mean(1) < rested.bits.mean()).sum())
+    report = {
+        "batch": batch,
+        "steps": steps,
+        "tokens_per_sequence": tokens,
+        "filled": steps < most_steps,
+        "bits": [start.mean_bits, end.mean_bits, rested.mean_bits],
+        "kv_bytes": end.kv_bytes,
+        "weight_bytes": [start.weight_bytes, end.weight_bytes, rested.weight_bytes],
+        "released_bytes": end.moves.released_bytes - start.moves.released_bytes,
+        "released_share_in_kv_blocks": usable_share(start, end),
+        "restored_bytes": rested.moves.loaded_bytes - end.moves.loaded_bytes,
+        "restore_steps": back,
+        "longest_step_ms": float(took[SETTLING_STEPS:].max()),
+        "median_step_ms": float(np.median(took)),
+        "longest_restoring_step_ms": float(restored_took.max()),
+        "driver_free_bytes_spread": int(np.ptp(decoding.driver_free or [0])),
+        "over_time": over_time(decoding, took),
+        "restoring": over_time(restoring, restored_took)[:24],
+    }
+    return Moving(report, took, bits, restored_took, restore_bits)
+
+
+def usable_share(start: RuntimeSnapshot, end: RuntimeSnapshot) -> float:
+    """Whole KV blocks, held or free, gained between two moments, over the bytes released between them."""
+    released = end.moves.released_bytes - start.moves.released_bytes
+    held = [(seen.kv_bytes + seen.bytes_by_owner["free"]) // start.kv.block_bytes for seen in (start, end)]
+    return (held[1] - held[0]) * start.kv.block_bytes / max(1, released)
+
+
+def over_time(decoding: Decoding, took: np.ndarray) -> list[dict]:
+    """One row for each stretch: tokens/s, mean bits and bytes."""
+    rows = []
+    for first in range(0, len(took), STRETCH_STEPS):
+        seen, part = decoding.seen[first], took[first : first + STRETCH_STEPS]
+        rows.append(
+            {
+                "step": first,
+                "tokens_per_second": float(1e3 * decoding.batch * len(part) / part.sum()),
+                "longest_ms": float(part.max()),
+                "bits": seen.mean_bits,
+                "kv_mib": seen.kv_bytes >> 20,
+                "weight_mib": seen.weight_bytes >> 20,
+                "free_mib": seen.bytes_by_owner["free"] >> 20,
+            }
+        )
+    return rows
+
+
+def still(drawn: Drawn, config: RuntimeConfig, moved: Moving, batch: int, prompt_tokens: int) -> dict:
+    """The moving run's forwards with nothing moving, and what moving has cost."""
+    model = drawn.patched(config)
+    decoding, compared = Decoding(model, batch, prompt_tokens), []
+    for first in range(0, len(moved.bits) - STRETCH_STEPS + 1, STRETCH_STEPS):
+        with model.pagedweight.held_at(moved.bits[first + STRETCH_STEPS // 2]):
+            decoding.run(STRETCH_STEPS)
+            took = decoding.milliseconds()[-STRETCH_STEPS:]
+        compared.append((first, took))
+    decoding.cache.release()
+    parts = slice(SETTLING_STEPS, STRETCH_STEPS - 1)
+    with_moves = np.concatenate([moved.milliseconds[first : first + STRETCH_STEPS][parts] for first, _ in compared])
+    without = np.concatenate([took[parts] for _, took in compared])
+    return {
+        "steps": len(without),
+        "mean_ms": [float(with_moves.mean()), float(without.mean())],
+        "median_ms": [float(np.median(with_moves)), float(np.median(without))],
+        "slowdown": float(with_moves.sum() / without.sum() - 1),
+        "longest_ms": [float(with_moves.max()), float(without.max())],
+        **still_while_restoring(model, moved, prompt_tokens),
+    }
+
+
+def still_while_restoring(model: PreTrainedModel, moved: Moving, prompt_tokens: int) -> dict:
+    """The same for the steps in which pages came back: a few forwards at each one's widths, the median of them."""
+    came_back = np.flatnonzero((moved.restore_bits[1:] != moved.restore_bits[:-1]).any(1))
+    last = int(came_back[-1]) + 2 if len(came_back) else 0
+    without = []
+    for bits in moved.restore_bits[:last]:
+        with model.pagedweight.held_at(bits):
+            decoding = Decoding(model, RESTORE_BATCH, prompt_tokens)
+            decoding.run(2 * SETTLING_STEPS)
+            without.append(float(np.median(decoding.milliseconds()[SETTLING_STEPS:-1])))
+            decoding.cache.release()
+    with_moves = moved.restore_milliseconds[:last]
+    return {
+        "restoring_steps": last,
+        "restoring_ms": [float(with_moves.sum()), float(np.sum(without))],
+        "restoring_slowdown": float(with_moves.sum() / max(1e-9, np.sum(without)) - 1),
+    }
+
+
+def capacity(drawn: Drawn, budget_bytes: int, reached_tokens: int) -> list[dict]:
+    """Tokens of KV cache beside the experts in one budget."""
+    token_bytes = sum(shape.token_bytes for pair in drawn.kv_layers if pair is not None for shape in pair)
+    held = {"bf16": drawn.dense_bytes, **{f"uniform {b}": size for b, size in drawn.resident_bytes().items()}}
+    rows = [
+        {"experts": name, "weight_bytes": size, "tokens": max(0, budget_bytes - size) // token_bytes}
+        for name, size in held.items()
+    ]
+    return [*rows, {"experts": "this, 6 bits while there is room", "tokens": reached_tokens}]
+
+
+def plain_rate(host: torch.Tensor, device: torch.device) -> float | None:
+    """GB/s of one large copy from page-locked memory: what the bus gives."""
+    if device.type != "cuda":
+        return None
+    target = torch.empty_like(host, device=device)
+    target.copy_(host, non_blocking=True)
+    start = Mark(device)
+    for _ in range(3):
+        target.copy_(host, non_blocking=True)
+    end = Mark(device)
+    torch.cuda.synchronize()
+    return 3 * host.numel() / start.ms_until(end) / 1e6
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", default="qwen")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=32)
+    parser.add_argument("--spare-mib", type=int, default=1024)
+    parser.add_argument("--most-steps", type=int, default=4096)
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    drawn = draw(options.model, options.layers, WIDTHS, options.device, BUFFER_BYTES if options.device == "cuda" else 0)
+    resident = drawn.resident_bytes()
+    budget = resident[WIDTHS[-1]] + options.spare_mib * 2**20
+    thresholds = {"offload_free_blocks": 2 * options.batch, "reload_free_blocks": 3 * options.batch}
+    config = RuntimeConfig(budget_bytes=budget, **thresholds)
+    rate = plain_rate(drawn.store.host.page_locked, drawn.model.device)
+    facts = {
+        "gpu": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "versions": [torch.__version__, triton.__version__, transformers.__version__],
+        "command": " ".join(["python -m bench.e2e.gpu_pressure", *sys.argv[1:]]),
+        "budget_bytes": budget,
+        "resident_bytes": resident,
+        "plain_gigabytes_per_second": rate,
+    }
+    print(json.dumps(facts), flush=True)
+    moved = moving(drawn, config, options.batch, options.prompt, options.most_steps)
+    print(json.dumps(moved.report), flush=True)
+    tokens = options.batch * moved.report["tokens_per_sequence"]
+    larger = RuntimeConfig(budget_bytes=budget + resident[WIDTHS[-1]], **thresholds)
+    unmoved = still(drawn, larger, moved, options.batch, options.prompt)
+    print(json.dumps(unmoved), flush=True)
+    table = capacity(drawn, budget, tokens)
+    print(*map(json.dumps, table), sep="\n", flush=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    results = {**facts, "moving": moved.report, "still": unmoved, "capacity": table}
+    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    return 0 if moved.report["filled"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
