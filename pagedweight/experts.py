@@ -70,11 +70,15 @@ class PagedExperts(nn.Module):
         frame_bytes: int,
         widths: tuple[int, ...],
         codebooks: Mapping[int, str],
-        biases: Mapping[str, nn.Parameter] | None = None,
+        biases: Mapping[str, torch.Tensor] | None = None,
+        dense_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         for name in BIASES:
-            self.register_parameter(name, (biases or {}).get(name))
+            bias = (biases or {}).get(name)
+            self.register_parameter(name, None if bias is None else nn.Parameter(bias, requires_grad=False))
+        # Empty: it follows .half() and .to(), so that one can tell what dense weights would be by now.
+        self.register_buffer("_dense", torch.empty(0, dtype=dense_dtype), persistent=False)
         self.shape = shape
         self.layer_index = layer_index
         self.first_row = first_row
@@ -89,19 +93,25 @@ class PagedExperts(nn.Module):
     def num_experts(self) -> int:
         return self.shape.experts
 
+    @property
+    def dense_dtype(self) -> torch.dtype:
+        """What the dtype of dense weights in this place would be."""
+        return self._dense.dtype
+
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """(T, H) hidden states, (T, A) ids and weights, to (T, H) in hidden_states' dtype."""
+        """(T, H) hidden states, or (..., H) with T tokens in all, (T, A) ids and weights, to their shape and dtype."""
         if hidden_states.shape[-1] != self.shape.hidden:
             raise ValueError(
                 f"hidden_states is {tuple(hidden_states.shape)}; this layer takes (T, {self.shape.hidden})"
             )
-        return ops.fused_moe(
-            hidden_states,
+        tokens = hidden_states.reshape(-1, self.shape.hidden)
+        out = ops.fused_moe(
+            tokens,
             top_k_index,
             top_k_weights,
-            self.slots.view(hidden_states.shape[0]),
+            self.slots.view(tokens.shape[0]),
             *self.tables,
             *self.stats,
             self.layer_index,
@@ -117,6 +127,7 @@ class PagedExperts(nn.Module):
             self.gate_up_bias,
             self.down_bias,
         )
+        return out.view(hidden_states.shape)
 
     def extra_repr(self) -> str:
         return (

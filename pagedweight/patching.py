@@ -52,7 +52,7 @@ def patch(
     found = find_experts(model)
     if checkpoint is not None:
         Checkpoint.open(checkpoint).verify()
-    device = found[0].module.down_proj.device
+    device = found[0].device
     return assemble(model, found, device, checkpoint, policy, config, keep_original, level, calibration)
 
 
@@ -161,7 +161,7 @@ def restore_weights(store: PageStore, originals: Sequence[ExpertsModule], device
 def install(model: nn.Module, paged: PagedModel, originals: list[ExpertsModule]) -> None:
     """Put the paged experts in place and hook the boundary to the model's forward."""
     for index, original in enumerate(originals):
-        model.set_submodule(original.path, paged.experts_for(index))
+        original.replace(model, paged.experts_for(index, original.biases(), original.dtype))
     if getattr(model, "_compiled_call", None) is not None:
         model._compiled_call = None  # compiled with the dense experts
     paged.replaced = originals
@@ -184,7 +184,9 @@ def unpatch(model: nn.Module) -> nn.Module:
     with torch.inference_mode(False), torch.no_grad():
         restore_weights(paged.store, paged.replaced, paged.arena.memory.device)
         for experts in paged.replaced:
-            model.set_submodule(experts.path, experts.module)
+            # As model.half() or model.to() would have left it.
+            experts.module.to(dtype=model.get_submodule(experts.path).dense_dtype)
+            experts.restore(model)
         paged.hook.remove()
         paged.close()
         del model.pagedweight

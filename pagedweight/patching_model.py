@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
@@ -154,8 +154,10 @@ class PagedModel:
             raise ValueError("the cache lives in another model's arena; make one with this model's new_cache()")
         return cache
 
-    def experts_for(self, layer_index: int) -> PagedExperts:
-        """The drop-in for one MoE layer."""
+    def experts_for(
+        self, layer_index: int, biases: Mapping[str, torch.Tensor], dense_dtype: torch.dtype
+    ) -> PagedExperts:
+        """The drop-in for one MoE layer whose dense weights had dense_dtype."""
         return PagedExperts(
             self.layout.moe_layers[layer_index],
             layer_index,
@@ -166,6 +168,8 @@ class PagedModel:
             frame_bytes=self.arena.frame_bytes,
             widths=self.layout.widths,
             codebooks=self.layout.codebooks,
+            biases=biases,
+            dense_dtype=dense_dtype,
         )
 
     def check(self) -> None:

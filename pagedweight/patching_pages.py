@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pagedweight.bitplane import dequantize, table_from_bytes
-from pagedweight.discovery import PARAMETERS, ExpertsModule
+from pagedweight.discovery import ExpertsModule
 from pagedweight.kernels.device_order import PlaneGeometry, from_device_order, plane_geometry, to_device_order
 from pagedweight.layout import BlockId, Layout, MoeLayer, PackedBlock, Projection, table_bytes
 from pagedweight.patching_quantize import Importance, quantized_blocks
@@ -47,9 +47,8 @@ def quantize_layer(
 
     importance, stakes: see `quantized_blocks`.
     """
-    weights = tuple(getattr(experts.module, name).detach() for name in PARAMETERS)
     settings = Settings(level, layout.widths, layout.codebooks, seed)
-    made = list(quantized_blocks(experts.shape, weights, settings, stakes=stakes, importance=importance))
+    made = list(quantized_blocks(experts.shape, experts.weights(), settings, stakes=stakes, importance=importance))
     return QuantizedLayer([(one.block, one.packed) for one in made], np.stack([one.s_bar for one in made]))
 
 

@@ -30,6 +30,7 @@ def paged_layer(slots=2, **shape):
         frame_bytes=layer.frame_bytes,
         widths=layer.widths,
         codebooks=layer.codebooks,
+        biases={name: bias.to(DEVICE) for name, bias in layer.biases.items()},
     )
     return layer, module
 
@@ -87,7 +88,25 @@ def test_nothing_of_the_arena_is_in_the_state_dict():
     _, module = paged_layer()
     assert not module.state_dict()
     assert not list(module.parameters())
-    assert not list(module.buffers())
+    assert not any(buffer.numel() for buffer in module.buffers())
+
+
+def test_biases_are_parameters_that_follow_the_model():
+    layer, module = paged_layer(biases=True)
+    assert dict(module.named_parameters()).keys() == module.state_dict().keys() == layer.biases.keys()
+    hidden, ids, weights = batch(6)
+    expected = layer.moe(hidden.cpu(), ids.cpu(), weights.cpu(), draw_bits(layer)).float()
+    assert_close(module(hidden, ids, weights).cpu(), expected)
+    module.half()
+    assert module.down_bias.dtype == module.dense_dtype == torch.float16
+    assert_close(module(hidden, ids, weights).cpu(), expected, torch.float16)
+
+
+def test_tokens_may_come_in_any_shape():
+    _, module = paged_layer()
+    hidden, ids, weights = batch(6)
+    flat = module(hidden, ids, weights)
+    assert torch.equal(module(hidden.view(2, 3, 64), ids, weights), flat.view(2, 3, 64))
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, pickle.dumps, copy.copy])

@@ -16,7 +16,7 @@ from torch import nn
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 
-from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import JetMoeConfig, JetMoeForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import pagedweight
 from pagedweight import RuntimeConfig
@@ -44,13 +44,13 @@ def assert_untouched(model: nn.Module, before: dict[str, torch.Tensor], modules:
     assert not model._forward_pre_hooks
 
 
-def gpt_oss() -> PreTrainedModel:
-    settings = {**COMMON, "hidden_size": 72, "intermediate_size": 72, "head_dim": 16, "num_key_value_heads": 2}
-    return GptOssForCausalLM(GptOssConfig(**settings, num_local_experts=8, num_experts_per_tok=4))
-
-
 def llama() -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**COMMON, hidden_size=64, intermediate_size=96, num_key_value_heads=2))
+
+
+def jetmoe() -> PreTrainedModel:
+    settings = {**COMMON, "hidden_size": 32, "intermediate_size": 48, "kv_channels": 8, "num_key_value_heads": 2}
+    return JetMoeForCausalLM(JetMoeConfig(**settings, num_local_experts=2, num_experts_per_tok=1))
 
 
 def changed(change: Callable[[nn.Module], None]) -> Callable[[], PreTrainedModel]:
@@ -71,6 +71,14 @@ def set_parameter(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Ca
     return change
 
 
+def normalise(experts: nn.Module) -> None:
+    experts.has_post_expert_norm = True
+
+
+def lose_gate(experts: nn.Module) -> None:
+    experts.has_gate = False
+
+
 def add_bias(experts: nn.Module) -> None:
     experts.down_proj_bias = nn.Parameter(torch.zeros(2, 64))
 
@@ -80,14 +88,16 @@ def use_relu(experts: nn.Module) -> None:
 
 
 REFUSALS = {
-    "no experts": (llama, "no fused routed experts"),
-    "transposed": (gpt_oss, r"model\.layers\.0\.mlp\.experts keeps its weights transposed"),
+    "no experts": (llama, "LlamaForCausalLM has no routed experts that are served .*transformers 5.9 or later"),
+    "another design": (jetmoe, "no routed experts .* is a JetMoeParallelExperts, whose weights"),
+    "transposed": (changed(lambda e: setattr(e, "is_transposed", True)), r"gate_up weights \(2, 64, 64\) beside"),
+    "normalised": (changed(normalise), r"layers\.1\.mlp\.experts normalises each expert's output"),
     "unknown activation": (changed(use_relu), r"layers\.1\.mlp\.experts combines gate and up .*act_fn is ReLU"),
     "biases": (changed(add_bias), r"layers\.1\.mlp\.experts has parameters .*down_proj_bias"),
-    "interleaved": (changed(lambda e: setattr(e, "is_concatenated", False)), "interleaves gate and up rows"),
-    "no gate": (changed(lambda e: setattr(e, "has_gate", False)), "has no gate"),
+    "interleaved": (changed(lambda e: setattr(e, "is_concatenated", False)), "combines gate and up"),
+    "no gate": (changed(lose_gate), r"has parameters \['down_proj', 'gate_up_proj'\]; only \['down_proj', 'up_proj'\]"),
     "expert parallel": (changed(lambda e: setattr(e, "_is_expert_parallel", True)), "expert-parallel"),
-    "shapes": (changed(set_parameter("gate_up_proj", lambda w: w[:, 1:])), r"gate_up_proj \(2, 63, 64\)"),
+    "shapes": (changed(set_parameter("gate_up_proj", lambda w: w[:, 1:])), r"gate_up weights \(2, 63, 64\) beside"),
     "float8": (changed(set_parameter("down_proj", lambda w: w.to(torch.float8_e4m3fn))), "float8_e4m3fn; load"),
 }
 

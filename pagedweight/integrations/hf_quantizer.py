@@ -5,8 +5,10 @@ Importing this module registers the method "pagedweight". The pages themselves n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NoReturn
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
@@ -26,7 +28,12 @@ class PagedWeightConfig(QuantizationConfigMixin):
 
 
 class AwaitingPages(nn.Module):
-    """Stands where paged experts will be until the runtime is there."""
+    """Stands where paged experts will be until the runtime is there; only their biases are loaded into it."""
+
+    def __init__(self, biases: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, bias in biases.items():
+            self.register_parameter(name, nn.Parameter(bias, requires_grad=False))
 
     def forward(self, *args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError("this model's expert pages are not loaded; load it with pagedweight.load(directory)")
@@ -47,7 +54,7 @@ class PagedWeightQuantizer(HfQuantizer):
         self.found: list[ExpertsModule] = find_experts(model, on_meta=True)
         for experts in self.found:
             experts.drop_weights()
-            model.set_submodule(experts.path, AwaitingPages())
+            model.set_submodule(experts.path, AwaitingPages(experts.biases()))
 
     def is_serializable(self, *args: object, **kwargs: object) -> bool:
         return False
@@ -64,6 +71,9 @@ def take_found(model: PreTrainedModel) -> list[ExpertsModule] | None:
     if not isinstance(quantizer, PagedWeightQuantizer):
         return None
     quantizer.remove_quantization_config(model)
+    for experts in quantizer.found:
+        loaded = dict(model.get_submodule(experts.path).named_parameters())
+        experts.put_biases({name: bias.detach() for name, bias in loaded.items()})
     return quantizer.found
 
 
