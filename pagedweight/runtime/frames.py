@@ -80,16 +80,22 @@ class Arena:
         """Bytes held by planes, tables and KV, and free bytes; they sum to the arena."""
         return {kind.name.lower(): int(self._held[kind]) * self.frame_bytes for kind in OwnerKind}
 
+    @property
+    def kinds(self) -> np.ndarray:
+        """uint8 (frames,), the OwnerKind of every frame: a view that follows the arena, for reading."""
+        return self._kind
+
+    @property
+    def owner_rows(self) -> np.ndarray:
+        """int32 (frames,), the table row that every frame belongs to, -1 for KV and free frames; likewise a view."""
+        return self._row
+
     def owner(self, frame: int) -> Owner:
         return Owner(OwnerKind(int(self._kind[frame])), int(self._row[frame]))
 
     def are_owned_by(self, frames: np.ndarray, owner: Owner) -> bool:
         """Whether an owner (one, or one for each frame) holds all of these frames."""
         return bool((self._kind[frames] == owner.kind).all() and (self._row[frames] == owner.row).all())
-
-    def owned_by(self, owner: Owner) -> np.ndarray:
-        """int64 ids of the frames an owner holds, ascending. Walks the arena: for checks, not for every step."""
-        return np.flatnonzero((self._kind == owner.kind) & (self._row == owner.row))
 
     def address(self, frames: np.ndarray) -> np.ndarray:
         """int64 absolute device addresses of frames."""
@@ -103,19 +109,26 @@ class Arena:
         """int64 (count,) ids of frames anywhere, ascending, the highest free ones. Raises OutOfFrames."""
         if count > self.free_frames:
             raise OutOfFrames(f"{count} frames of {self.frame_bytes} bytes wanted, {self.free_frames} are free")
-        found: list[np.ndarray] = []
-        missing, stop = count, self._high
-        while missing:
-            start = max(0, stop - _SCAN_FRAMES)
-            free = start + np.flatnonzero(self._kind[start:stop] == _FREE)[-missing:]
-            found.append(free)
-            missing -= len(free)
-            stop = start
-        frames = np.concatenate(found[::-1]) if found else np.empty(0, dtype=np.int64)
+        frames = self.highest_free(count)
         if count:
             self._high = int(frames[0])
         self._take(frames, owner)
         return frames
+
+    def highest_free(self, count: int, *, outside: tuple[int, int] = (0, 0)) -> np.ndarray:
+        """int64 (count,) ids of the highest free frames, ascending, none of them in the range [start, stop) outside
+        which they are wanted. So many must be free there.
+        """
+        found: list[np.ndarray] = []
+        missing, stop = count, self._high
+        while missing:
+            start = max(0, stop - _SCAN_FRAMES)
+            free = start + np.flatnonzero(self._kind[start:stop] == _FREE)
+            free = free[(free < outside[0]) | (free >= outside[1])][-missing:]
+            found.append(free)
+            missing -= len(free)
+            stop = start
+        return np.concatenate(found[::-1]) if found else np.empty(0, dtype=np.int64)
 
     def allocate_run(self, count: int, owner: Owner) -> int:
         """First id of `count` contiguous frames, the lowest that fit. Raises OutOfFrames."""
@@ -139,6 +152,16 @@ class Arena:
         self._row[frames] = -1
         self._high = max(self._high, int(frames.max()) + 1)
         self._low = min(self._low, int(frames.min()))
+
+    def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """What the sources hold belongs to the targets now, which were free or are sources too. Moves no bytes."""
+        kinds, rows = self._kind[sources], self._row[sources]
+        assert kinds.all(), sources
+        self._kind[sources], self._row[sources] = _FREE, -1
+        assert not self._kind[targets].any(), targets
+        self._kind[targets], self._row[targets] = kinds, rows
+        self._high = max(self._high, int(sources.max()) + 1)
+        self._low = min(self._low, int(sources.min()))
 
     def check(self) -> None:
         """Assert that the counts agree with the owners and that no free frame lies beyond the search marks."""

@@ -6,8 +6,9 @@ and the next boundary may try again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from pagedweight.runtime.frames import Arena
 from pagedweight.runtime.pager_load import Loads
 from pagedweight.runtime.pager_release import Releases
+from pagedweight.runtime.pager_room import KVMoved
 from pagedweight.runtime.pages import HostPages
 from pagedweight.runtime.table import PageTable
 from pagedweight.runtime.table_view import Transition
@@ -22,7 +24,12 @@ from pagedweight.runtime.transfer import FrameCopy, TransferEngine
 
 
 class Moves(NamedTuple):
-    """What has been moved since the start. deferred: raises put off for want of room; cancelled: loads given up."""
+    """What has been moved since the start.
+
+    deferred: raises put off for want of room. cancelled: loads given up. relocated: moved within the arena.
+    loading_seconds: what loads took, from the first byte's launch to the last one's arrival. stalled_seconds: how long
+    the host has waited for the device, in boundaries and allocations, so that bytes became free.
+    """
 
     lowered_rows: int
     raised_rows: int
@@ -31,6 +38,14 @@ class Moves(NamedTuple):
     loaded_bytes: int
     released_bytes: int
     written_back_bytes: int
+    relocated_bytes: int
+    loading_seconds: float
+    stalled_seconds: float
+
+    @property
+    def loaded_bytes_per_second(self) -> float:
+        """The rate at which pages have come back; 0 before the first."""
+        return self.loaded_bytes / self.loading_seconds if self.loading_seconds else 0.0
 
 
 class Pager:
@@ -45,6 +60,11 @@ class Pager:
         self._releases = Releases(table, arena, host, engine)
         self._lowered_rows = 0
         self._raised_rows = 0
+        self._stalled_seconds = 0.0
+
+    def follow_kv(self, moved: KVMoved) -> None:
+        """From now on KV frames may be moved within the arena, at starts; `moved` is told the old ids and the new."""
+        self._loads.room.kv_moved = moved
 
     @property
     def loading_bytes(self) -> int:
@@ -71,12 +91,16 @@ class Pager:
             loads.loaded_bytes,
             releases.released_bytes,
             releases.written_back_bytes,
+            loads.room.relocated_bytes,
+            loads.loading_seconds,
+            self._stalled_seconds,
         )
 
     def collect(self, *, wait: bool = False) -> None:
         """Take in what has finished: free released frames, note landed pages. wait: let everything finish first."""
-        self._releases.collect(wait=wait)
-        self._loads.collect(wait=wait)
+        with self._stalling():
+            self._releases.collect(wait=wait)
+            self._loads.collect(wait=wait)
 
     def raise_landed(self) -> None:
         """Commit the higher width of rows whose pages have landed; the caller publishes."""
@@ -126,7 +150,8 @@ class Pager:
         self._table.publish()
         self._release_now()
         if self._arena.free_bytes < wanted_bytes:
-            self._loads.cancel()
+            with self._stalling():
+                self._loads.cancel()
         if self._arena.free_bytes < wanted_bytes:
             self.lower(self._drops_to_floor(wanted_bytes - self._arena.free_bytes, order))
             self._table.publish()
@@ -135,7 +160,17 @@ class Pager:
 
     def _release_now(self) -> None:
         self._releases.start()
-        self._releases.collect(wait=True)
+        with self._stalling():
+            self._releases.collect(wait=True)
+
+    @contextmanager
+    def _stalling(self) -> Iterator[None]:
+        """Time inside counts as waiting."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._stalled_seconds += time.perf_counter() - began
 
     def _drops_to_floor(self, missing_bytes: int, order: Sequence[int]) -> list[Transition]:
         seen = self._table.snapshot()

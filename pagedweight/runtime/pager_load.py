@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pagedweight.runtime.frames import Arena, OutOfFrames, Owner, OwnerKind
+from pagedweight.runtime.pager_room import Room
 from pagedweight.runtime.pages import HostPages
 from pagedweight.runtime.table import PageTable
 from pagedweight.runtime.table_view import Transition
@@ -37,7 +38,9 @@ class Loads:
     """Rows on their way to a higher width."""
 
     def __init__(self, table: PageTable, arena: Arena, host: HostPages, engine: TransferEngine) -> None:
+        self.room = Room(table, arena, engine)
         self.loaded_bytes = 0
+        self.loading_seconds = 0.0
         self.deferred_rows = 0
         self.cancelled_rows = 0
         self._table = table
@@ -83,6 +86,7 @@ class Loads:
                 self._started.remove(load)
                 self._landed.append(load.rows)
                 self.loaded_bytes += load.bytes
+                self.loading_seconds += load.ticket.seconds()
 
     def take_landed(self) -> np.ndarray:
         """int64 rows whose pages are in place and may be raised now; each is handed out once."""
@@ -102,29 +106,46 @@ class Loads:
         rows, bits = np.array([(t.row, t.to_bits) for t in raising], dtype=np.int64).T
         needed = (bits - self._table.committed[rows]) * self._table.sizes.plane_frames[rows]
         fits = np.cumsum(needed + self._table.table_frames(rows, bits)) <= self._arena.free_frames
-        found = [self._widest_run(row, wanted) for row, wanted in zip(rows[fits].tolist(), bits[fits], strict=True)]
-        placed = [run for run in found if run is not None]
+        placed: list[_Run] = []
+        with ExitStack() as on_error:
+            on_error.callback(self._free_runs, placed)
+            self._place_tables(rows[fits], bits[fits], placed)
+            if placed:
+                rows, bits, runs = np.array(placed, dtype=np.int64).T
+                page_counts = bits - self._table.committed[rows]
+                plane_counts = page_counts * self._table.sizes.plane_frames[rows]
+                owner = Owner(OwnerKind.PLANE, np.repeat(rows, plane_counts))
+                frames = np.split(self._arena.allocate(int(plane_counts.sum()), owner), np.cumsum(plane_counts)[:-1])
+            on_error.pop_all()
         self.deferred_rows += len(raising) - len(placed)
         if not placed:
             return {}
-        rows, bits, runs = np.array(placed, dtype=np.int64).T
-        page_counts = bits - self._table.committed[rows]
-        plane_counts = page_counts * self._table.sizes.plane_frames[rows]
-        owner = Owner(OwnerKind.PLANE, np.repeat(rows, plane_counts))
-        frames = np.split(self._arena.allocate(int(plane_counts.sum()), owner), np.cumsum(plane_counts)[:-1])
         self._table.want(rows, bits)
         first_frames = dict(zip(rows.tolist(), runs.tolist(), strict=True))
         for (row, run), pages, row_frames in zip(first_frames.items(), page_counts, frames, strict=True):
             self._table.begin_move_in(row, row_frames.reshape(pages, -1), run)
         return first_frames
 
+    def _place_tables(self, rows: np.ndarray, bits: np.ndarray, placed: list[_Run]) -> None:
+        """Frames for the new tables, one by one. Where others had to move, kernels learn of it at once."""
+        self.room.renew()
+        with ExitStack() as afterwards:
+            afterwards.callback(self._table.publish)
+            for row, wanted in zip(rows.tolist(), bits.tolist(), strict=True):
+                run = self._widest_run(row, wanted)
+                if run is not None:
+                    placed.append(run)
+
+    def _free_runs(self, placed: list[_Run]) -> None:
+        for row, bits, first in placed:
+            self._arena.free(np.arange(first, first + self._table.table_frames(row, bits)))
+
     def _widest_run(self, row: int, bits: int) -> _Run | None:
-        """Frames for a table of these bits, or of the most bits for which the free frames lie together."""
+        """Frames for a table of these bits, or of the most bits for which there are frames that lie together."""
         for width in reversed(self._table.sizes.widths):
             if self._table.committed[row] < width <= bits:
                 try:
-                    count = int(self._table.table_frames(row, width))
-                    return _Run(row, width, self._arena.allocate_run(count, Owner(OwnerKind.TABLE, row)))
+                    return _Run(row, width, self.room.allocate_run(int(self._table.table_frames(row, width)), row))
                 except OutOfFrames:
                     continue
         return None

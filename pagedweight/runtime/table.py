@@ -181,6 +181,25 @@ class PageTable:
         freed_frames = np.concatenate(freed)
         return freed_frames[freed_frames >= 0]
 
+    def table_runs(self) -> list[tuple[int, int]]:
+        """(first frame, frames) of every table in use, ascending."""
+        rows = np.arange(len(self.committed))
+        firsts = np.concatenate([self.floor_run, self.slot_run])
+        counts = np.concatenate([self.table_frames(rows, self.floor), self._slot_frames(rows)])
+        order = np.argsort(firsts)
+        order = order[firsts[order] >= 0]
+        return list(zip(firsts[order].tolist(), counts[order].tolist(), strict=True))
+
+    def relocate(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Frames of planes at rest, and whole runs of tables in use, are elsewhere now; the caller publishes."""
+        order = np.argsort(sources)
+        sources, targets = sources[order], targets[order]
+        rows = np.unique(self._arena.owner_rows[sources])
+        rows = rows[rows >= 0]
+        for held in (self.frames, self.floor_run, self.slot_run):
+            held[rows] = _replaced(held[rows], sources, targets)
+        self._dirty[rows] |= self.committed[rows] > 0
+
     def publish(self) -> None:
         """Write the changed rows into the device tables, ordered on the compute stream; nothing waits."""
         rows = np.flatnonzero(self._dirty)
@@ -257,6 +276,12 @@ def _empty_tables(rows: int, planes: int, frames: int, memory: torch.Tensor) -> 
             torch.zeros(rows, dtype=torch.int64, device=memory.device),
             memory,
         )
+
+
+def _replaced(values: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Values with each of the sources, which ascend, replaced by its target."""
+    at = np.minimum(np.searchsorted(sources, values), len(sources) - 1)
+    return np.where(sources[at] == values, targets[at], values)
 
 
 def _run_frames(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:

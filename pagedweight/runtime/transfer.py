@@ -52,7 +52,8 @@ class TransferEngine(Protocol):
         ...
 
     def relocate(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Frames to free frames, as many, between the forwards launched so far and those launched next."""
+        """Frames to frames that are free or among the sources, all read before one is written, between the forwards
+        launched so far and those launched next."""
         ...
 
     def close(self) -> None:

@@ -14,7 +14,6 @@ from pagedweight.runtime.transfer import FrameCopy, Ticket
 # A half of the staging memory: long enough that a launch costs nothing beside the copy, short enough that little is
 # left to spread once the last bytes have crossed the bus.
 _STAGING_BYTES = 16 * 2**20
-_RELOCATION_BYTES = 8 * 2**20
 _WORD = torch.complex128  # frames spread 16 bytes at a time
 
 
@@ -62,7 +61,6 @@ class CudaEngine:
         self._copy_stream = torch.cuda.Stream(self._device)
         self._spread_stream = torch.cuda.Stream(self._device)
         self._staging_frames = max(1, min(staging_bytes // arena.frame_bytes, arena.frames))
-        self._relocated_frames = max(1, _RELOCATION_BYTES // arena.frame_bytes)
         self._halves: list[_Half] = []
 
     def copy_in(self, copies: Sequence[FrameCopy]) -> Ticket:
@@ -101,8 +99,8 @@ class CudaEngine:
             self._copy_runs(frames, _page_locked(host))
 
     def relocate(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        for part in self._on_device(np.stack([sources, targets])).split(self._relocated_frames, dim=1):
-            self._words.index_copy_(0, part[1], self._words.index_select(0, part[0]))
+        ids = self._on_device(np.stack([sources, targets]))
+        self._words.index_copy_(0, ids[1], self._words.index_select(0, ids[0]))
 
     def close(self) -> None:
         for stream in (self._copy_stream, self._spread_stream, torch.cuda.current_stream(self._device)):

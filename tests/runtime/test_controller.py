@@ -253,8 +253,11 @@ def test_the_last_row_rises_while_its_old_table_borrows_blocks_of_the_threshold(
     check(model, runtime)
 
 
-def test_rows_without_a_run_for_their_table_do_not_keep_others_down():
-    """Much is free, but in pieces: rows with small tables come back, and asking in vain is not repeated at once."""
+def test_rows_without_a_run_for_their_table_do_not_keep_others_down(monkeypatch):
+    """Much is free, but in pieces that cannot be joined: rows with small tables come back, and asking in vain is not
+    repeated at once.
+    """
+    monkeypatch.setattr("pagedweight.runtime.pager_room._MOST_WINDOWS", 0)
     model = tiny_model()
     runtime = tiny_runtime(model, model.resident_frames(6) + 200)
     runtime.set_bits(2)

@@ -6,12 +6,13 @@ import itertools
 
 import numpy as np
 import torch
-from hypothesis import Phase, settings
+from hypothesis import Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagedweight.runtime.frames import KV_OWNER, Arena, OutOfFrames, Owner, OwnerKind
+from pagedweight.runtime.frames import KV_OWNER, Arena, OutOfFrames, OwnerKind
 from pagedweight.runtime.pager import Pager
+from pagedweight.runtime.pages import HostPages
 from pagedweight.runtime.table import PageState, PageTable
 from pagedweight.runtime.table_view import Transition
 from tests.runtime.support import (
@@ -28,17 +29,57 @@ WIDTHS = (2, 3, 4, 6)
 ROWS = 10
 
 
+FAULTS = (TransferFault, MemoryError, OutOfFrames)
+
+
+class ShortHostPages(HostPages):
+    """Has no memory for a page when it is told so."""
+
+    short = False
+
+    def reserve(self, row, plane):
+        if self.short:
+            self.short = False
+            raise MemoryError("no memory for a page")
+        return super().reserve(row, plane)
+
+
+class ShortArena(Arena):
+    """Refuses an allocation, the next one or a later one, when it is told so."""
+
+    refused = 0
+
+    def allocate(self, count, owner):
+        self._refuse()
+        return super().allocate(count, owner)
+
+    def allocate_run(self, count, owner):
+        self._refuse()
+        return super().allocate_run(count, owner)
+
+    def _refuse(self):
+        self.refused -= 1
+        if self.refused == 0:
+            raise OutOfFrames("refused")
+
+
 class PagerMachine(RuleBasedStateMachine):
-    @initialize(spare_frames=st.integers(0, 220), bits=st.lists(st.sampled_from(WIDTHS), min_size=ROWS, max_size=ROWS))
-    def place(self, spare_frames, bits):
-        self.model = tiny_model(widths=WIDTHS)
-        self.arena = Arena((self.model.resident_frames(2) + spare_frames) * FRAME_BYTES, FRAME_BYTES)
+    @initialize(
+        spare_frames=st.integers(0, 220),
+        bits=st.lists(st.sampled_from(WIDTHS), min_size=ROWS, max_size=ROWS),
+        kv_moves=st.booleans(),
+    )
+    def place(self, spare_frames, bits, kv_moves):
+        self.model = tiny_model(widths=WIDTHS, host_pages=ShortHostPages)
+        self.arena = ShortArena((self.model.resident_frames(2) + spare_frames) * FRAME_BYTES, FRAME_BYTES)
         self.arena.memory.fill_(0xA5)
         self.engine = CrankedEngine(self.arena)
         self.engine.model = self.model
         self.table = PageTable(self.model.layout, self.model.sizes, self.arena)
         self.pager = Pager(self.table, self.arena, self.model.host, self.engine)
         self.kv: list[np.ndarray] = []
+        if kv_moves:
+            self.pager.follow_kv(self.kv_moved)
         self.poison = itertools.count(1)
         self.pager.start([Transition(row, 0, 2, 0) for row in range(ROWS)])
         self.pager.settle()
@@ -46,6 +87,12 @@ class PagerMachine(RuleBasedStateMachine):
         self.boundary(dict(enumerate(bits)))
         self.pager.settle()
         self.engine.launch_forward(self.table.tables)
+
+    def kv_moved(self, sources, targets):
+        """A holder of KV that follows its frames."""
+        moved = dict(zip(sources.tolist(), targets.tolist(), strict=True))
+        self.kv = [np.array([moved.pop(frame, frame) for frame in frames.tolist()]) for frames in self.kv]
+        assert not moved, "frames of nobody"
 
     @rule(wanted=st.dictionaries(st.integers(0, ROWS - 1), st.sampled_from(WIDTHS), max_size=ROWS))
     def boundary(self, wanted):
@@ -62,7 +109,7 @@ class PagerMachine(RuleBasedStateMachine):
                 assert self.table.tables.bits[move.row] == min(move.from_bits, move.to_bits)
             assert self.arena.free_frames <= free
             self.engine.launch_forward(self.table.tables)
-        except TransferFault:
+        except FAULTS:
             assert (self.table.committed >= 2).all()
 
     @rule(bits=st.sampled_from(WIDTHS))
@@ -76,15 +123,27 @@ class PagerMachine(RuleBasedStateMachine):
         ticket.turn(fail=fail and ticket.moves_bytes)
 
     @rule()
-    def next_table_write_fails(self):
+    def next_table_write_or_relocation_fails(self):
         self.engine.fail_next_write = True
+
+    @rule()
+    def next_copy_in_is_not_launched(self):
+        self.engine.fail_next_launch = True
+
+    @rule(later=st.integers(1, 3))
+    def an_allocation_is_refused(self, later):
+        self.arena.refused = later
+
+    @rule()
+    def host_memory_is_short(self):
+        self.model.host.short = True
 
     @rule(row=st.integers(0, ROWS - 1), plane=st.integers(2, 5))
     def forget_host_copy(self, row, plane):
         """Only of a page that is on the device, where it then is the only copy."""
         if self.table.state[row, plane] == PageState.GPU and self.model.host.page(row, plane) is not None:
             self.model.host.forget(row, plane)
-            self.model.host.reserve(row, plane).fill_(0)
+            HostPages.reserve(self.model.host, row, plane).fill_(0)
 
     @rule(count=st.integers(1, 12), contiguous=st.booleans())
     def allocate_kv(self, count, contiguous):
@@ -99,6 +158,17 @@ class PagerMachine(RuleBasedStateMachine):
         self.arena.rows[torch.from_numpy(frames)] = next(self.poison) % 256
         self.kv.append(frames)
 
+    @rule(apart=st.integers(2, 6))
+    def scatter_kv(self, apart):
+        """KV takes every free frame, then leaves holes: tables find no run unless frames move."""
+        frames = self.arena.highest_free(self.arena.free_frames)
+        if len(frames):
+            self.allocate_kv(len(frames), contiguous=False)
+        if len(frames) and self.kv and len(self.kv[-1]) == len(frames):
+            every = self.kv.pop()
+            self.kv.append(every[::apart])
+            self.arena.free(np.setdiff1d(every, every[::apart]))
+
     @precondition(lambda self: self.kv)
     @rule(at=st.integers(0, 100))
     def free_kv(self, at):
@@ -108,7 +178,7 @@ class PagerMachine(RuleBasedStateMachine):
     def rescue(self, frames, order):
         try:
             free = self.pager.rescue(frames * FRAME_BYTES, order)
-        except TransferFault:
+        except FAULTS:
             return
         assert free == self.arena.free_bytes
         if free < frames * FRAME_BYTES:
@@ -121,7 +191,7 @@ class PagerMachine(RuleBasedStateMachine):
         while not self.pager.idle:
             try:
                 self.pager.settle()
-            except TransferFault:
+            except FAULTS:
                 self.table.publish()
         self.table.publish()
         owned = self.arena.bytes_by_owner()
@@ -139,7 +209,7 @@ class PagerMachine(RuleBasedStateMachine):
         assert owned["kv"] == sum(map(len, self.kv)) * FRAME_BYTES
         assert owned["plane"] == int((self.table.frames >= 0).sum()) * FRAME_BYTES
         assert all(self.arena.are_owned_by(frames, KV_OWNER) for frames in self.kv)
-        self.arena.rows[torch.from_numpy(self.arena.owned_by(Owner(OwnerKind.FREE)))] = next(self.poison) % 256
+        self.arena.rows[torch.from_numpy(self.arena.kinds == OwnerKind.FREE)] = next(self.poison) % 256
 
     @invariant()
     def kernels_see_only_what_is_there(self):
@@ -157,6 +227,7 @@ class PagerMachine(RuleBasedStateMachine):
         if hasattr(self, "table"):
             self.settle()
             self.engine.close()
+            event(f"relocated: {self.pager.moves.relocated_bytes > 0}")
             self.table_and_arena_are_true()
             self.kernels_see_only_what_is_there()
 
@@ -169,10 +240,10 @@ class PagerMachine(RuleBasedStateMachine):
         ]
 
 
-# 50 programs of up to 40 steps: 2,000 steps of offload, reload, commit and failure (case 79).
+# 120 programs of up to 40 steps: 4,800 steps of offload, reload, relocation, commit and failure (case 79).
 TestCase79PagerMachine = PagerMachine.TestCase
 TestCase79PagerMachine.settings = settings(
-    max_examples=50,
+    max_examples=120,
     stateful_step_count=40,
     deadline=None,
     phases=[Phase.generate],  # shrinking such programs takes minutes; remove this line to debug
