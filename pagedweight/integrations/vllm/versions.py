@@ -1,0 +1,46 @@
+"""Everything that differs between the vLLM versions served, and the check that this is one of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+OLDEST = (0, 20, 1)
+BEYOND = (0, 33, 0)
+
+
+def check_version(version: str) -> None:
+    """ImportError, before anything is registered, unless a vLLM version is one that this integration was tried with."""
+    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    found = tuple(int(part or 0) for part in numbers.groups()) if numbers else None
+    if found is None or not OLDEST <= found < BEYOND:
+        raise ImportError(
+            f"vLLM is {version}; pagedweight serves {_dotted(OLDEST)} up to, but not including, {_dotted(BEYOND)}: "
+            "install one of these, or set VLLM_PLUGINS to leave pagedweight out"
+        )
+
+
+def is_routed_experts(layer: nn.Module) -> bool:
+    """Whether a layer is the one that holds routed expert weights: FusedMoE of old, RoutedExperts of late."""
+    names = ("FusedMoE", "RoutedExperts")
+    return any(kind.__name__ in names and kind.__module__.startswith("vllm.") for kind in type(layer).__mro__)
+
+
+def cpu_router() -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
+    """The router that experts must call themselves on a CPU, where a version's own calls a CUDA kernel; else None."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return None
+    try:
+        from vllm.model_executor.layers.fused_moe.cpu_fused_moe import select_experts
+    except ImportError:  # later versions route in plain torch
+        return None
+    return select_experts
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))

@@ -1,0 +1,71 @@
+"""Tiny models in folders that vLLM can serve, and runs of vLLM in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+import pagedweight
+from tests.hf_models import VOCABULARY, DenseReference, gemma4_g16, mixtral_m8, qwen2_moe_q60
+
+# Head sizes that vLLM's attention on a CPU serves.
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen2_moe": lambda: qwen2_moe_q60(num_attention_heads=2, num_key_value_heads=2),
+    "mixtral": lambda: mixtral_m8(head_dim=32),
+    "gemma4": lambda: gemma4_g16(head_dim=32, global_head_dim=32),
+}
+HOUSE = Path(__file__).parents[3]
+
+
+def write_paged(family: str, out: Path) -> Path:
+    """A random model of a family, quantized into a folder."""
+    return pagedweight.quantize(FAMILIES[family](), out)
+
+
+def write_dense(family: str, paged: Path, bits: int, out: Path) -> Path:
+    """The same model with its experts as the pages give them at a width, as an ordinary float checkpoint."""
+    DenseReference.of(FAMILIES[family](), paged).set_bits(bits).save_pretrained(out)
+    return out
+
+
+def run(model: Path, tokens: int = 16, prompts: list[list[int]] | None = None, **llm: Any) -> dict[str, Any]:
+    """One entry of serve.py's list."""
+    llm.setdefault("skip_tokenizer_init", True)
+    return {"model": str(model), "llm": llm, "prompts": prompts or some_prompts(), "tokens": tokens}
+
+
+def some_prompts(count: int = 3, length: int = 20) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(2, VOCABULARY, (count, length), generator=generator).tolist()
+
+
+def serve(*runs: dict[str, Any], in_process: bool = True, timeout: int = 280) -> list[dict[str, Any]]:
+    """What each run gave; vLLM's own log is shown when it fails."""
+    environment = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("serve.py"))],
+        input=json.dumps(runs),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment,
+        cwd=HOUSE,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, f"vLLM failed with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return json.loads(lines[-1].removeprefix("RESULT "))
