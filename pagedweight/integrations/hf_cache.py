@@ -207,7 +207,7 @@ class ArenaCache(Cache):
 
     def __init__(self, pool: KVPool, config: PreTrainedConfig) -> None:
         self._pool = pool
-        self._holdings = FrameHoldings(pool.arena)
+        self._holdings = pool.new_holdings()
         own = DynamicCache(config=config).layers
         if len(own) != len(pool.layers):
             raise ValueError(f"the pool knows {len(pool.layers)} cached layers and the model's config {len(own)}")

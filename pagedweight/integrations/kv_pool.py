@@ -6,7 +6,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -36,10 +37,22 @@ class SlabShape(NamedTuple):
         return tokens
 
 
+class Follower(Protocol):
+    """Something that finds its keys or values by frame ids."""
+
+    def follow(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """What was in the sources is in the targets now."""
+        ...
+
+
 class FrameHoldings:
-    """The KV frames of one cache, known apart from the cache, so that they can be freed after it is gone."""
+    """The KV frames of one cache, known apart from the cache, so that they can be freed after it is gone.
+
+    followers: what must learn of it when frames move within the arena.
+    """
 
     def __init__(self, arena: Arena) -> None:
+        self.followers: list[Follower] = []
         self._arena = arena
         self._held = np.zeros(arena.frames, dtype=bool)
 
@@ -60,6 +73,16 @@ class FrameHoldings:
 
     def give_all(self) -> None:
         self.give(np.flatnonzero(self._held))
+
+    def follow(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Those of the sources that are held here are at their targets now."""
+        own = self._held[sources]
+        if own.any():
+            sources, targets = sources[own], targets[own]
+            self._held[sources] = False
+            self._held[targets] = True
+            for follower in self.followers:
+                follower.follow(sources, targets)
 
 
 class KVPool:
@@ -82,6 +105,18 @@ class KVPool:
         self.block_frames = block_frames(self.layers, arena.frame_bytes, block_tokens)
         self.make_room = make_room
         self._abandoned: deque[FrameHoldings] = deque()
+        self._holdings: WeakSet[FrameHoldings] = WeakSet()
+
+    def new_holdings(self) -> FrameHoldings:
+        """For a new cache."""
+        holdings = FrameHoldings(self.arena)
+        self._holdings.add(holdings)
+        return holdings
+
+    def follow(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """KV frames have moved within the arena, between two forwards: every cache finds them at their targets."""
+        for holdings in self._holdings:
+            holdings.follow(sources, targets)
 
     @property
     def block_bytes(self) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pagedweight.integrations.kv_pool import FrameHoldings, KVPool, SlabShape
-from pagedweight.runtime.frames import Arena
+from pagedweight.runtime.frames import Arena, replaced
 
 
 class Slab:
@@ -21,6 +21,7 @@ class Slab:
 
     def __init__(self, arena: Arena, holdings: FrameHoldings, shape: SlabShape) -> None:
         self._holdings = holdings
+        holdings.followers.append(self)
         self._device = arena.memory.device
         self.tokens_per_frame = shape.tokens_per_frame(arena.frame_bytes)
         elements = arena.frame_bytes // shape.dtype.itemsize
@@ -69,6 +70,14 @@ class Slab:
             self.frames = np.concatenate([self.frames, frames], axis=1)
             self._index = torch.cat([self._index, index], dim=1)
 
+    def follow(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Frames have moved within the arena: those of the sources that are this slab's are at their targets now."""
+        if self.frames is None:
+            return
+        frames = replaced(self.frames, sources, targets)
+        if not np.array_equal(frames, self.frames):
+            self.frames, self._index = frames, on_device(frames, self._device)
+
     def write(self, states: torch.Tensor) -> None:
         """Append states (B, heads, S, head_dim); the columns must be there."""
         position = torch.arange(self.stop, self.stop + states.shape[2], device=self._device)
@@ -108,6 +117,12 @@ class Slab:
         self.write(states)
 
 
+def on_device(frames: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Frame ids on the device; the host does not wait for it."""
+    ids = torch.from_numpy(frames)
+    return ids if device.type == "cpu" else ids.pin_memory().to(device, non_blocking=True)
+
+
 class Span(NamedTuple):
     """Tokens [start, stop) that are about to be written to each sequence of a slab."""
 
@@ -129,7 +144,7 @@ def grow(pool: KVPool, holdings: FrameHoldings, spans: Sequence[Span], batch: in
     if not any(counts):
         return
     frames = pool.take(holdings, sum(counts))
-    index = torch.from_numpy(frames).to(pool.arena.memory.device)
+    index = on_device(frames, pool.arena.memory.device)
     first = 0
     for (slab, start, _), count in zip(spans, counts, strict=True):
         if count:

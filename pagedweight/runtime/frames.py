@@ -196,6 +196,14 @@ class Arena:
         return first
 
 
+def replaced(frames: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Frame ids of any shape with each of the sources, in any order, replaced by its target."""
+    order = np.argsort(sources)
+    sources, targets = sources[order], targets[order]
+    at = np.minimum(np.searchsorted(sources, frames), len(sources) - 1)
+    return np.where(sources[at] == frames, targets[at], frames)
+
+
 def _aligned_bytes(count: int, device: torch.device | str) -> torch.Tensor:
     """uint8 (count,) aligned for kernels; an ordinary tensor even when made inside inference mode."""
     with torch.inference_mode(False):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pagedweight.layout import BlockTables, Layout
-from pagedweight.runtime.frames import Arena, Owner, OwnerKind
+from pagedweight.runtime.frames import Arena, Owner, OwnerKind, replaced
 from pagedweight.runtime.pages import PageSizes
 from pagedweight.runtime.table_view import TableSnapshot
 
@@ -192,12 +192,10 @@ class PageTable:
 
     def relocate(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Frames of planes at rest, and whole runs of tables in use, are elsewhere now; the caller publishes."""
-        order = np.argsort(sources)
-        sources, targets = sources[order], targets[order]
         rows = np.unique(self._arena.owner_rows[sources])
         rows = rows[rows >= 0]
         for held in (self.frames, self.floor_run, self.slot_run):
-            held[rows] = _replaced(held[rows], sources, targets)
+            held[rows] = replaced(held[rows], sources, targets)
         self._dirty[rows] |= self.committed[rows] > 0
 
     def publish(self) -> None:
@@ -276,12 +274,6 @@ def _empty_tables(rows: int, planes: int, frames: int, memory: torch.Tensor) -> 
             torch.zeros(rows, dtype=torch.int64, device=memory.device),
             memory,
         )
-
-
-def _replaced(values: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Values with each of the sources, which ascend, replaced by its target."""
-    at = np.minimum(np.searchsorted(sources, values), len(sources) - 1)
-    return np.where(sources[at] == values, targets[at], values)
 
 
 def _run_frames(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,8 @@ from pagedweight.integrations.hf_cache import ArenaCache, ArenaSlidingLayer
 from pagedweight.integrations.hf_probe import layer_shapes, probe_shapes
 from pagedweight.integrations.kv_pool import FrameHoldings, KVPool, SlabShape
 from pagedweight.integrations.kv_slab import Slab, Span, grow
-from pagedweight.runtime.frames import Arena, OutOfFrames
+from pagedweight.runtime.frames import Arena, OutOfFrames, OwnerKind
+from pagedweight.runtime.transfer import ImmediateEngine
 from tests.hf_models import gemma4_g16, mixtral_m8, qwen2_moe_q60, tokens
 
 FRAME_BYTES = 512
@@ -75,6 +77,36 @@ def test_generate_gives_the_tokens_of_dynamic_cache(model: PreTrainedModel, mode
     assert torch.equal(got, expected)
     pool.collect()
     assert pool.arena.free_frames == pool.arena.frames
+
+
+def test_tokens_stay_the_same_while_frames_move_between_forwards(model: PreTrainedModel) -> None:
+    prompt, settings = tokens(2, 9), {"max_new_tokens": 16, "do_sample": False}
+    expected = model.generate(prompt, **settings)
+    pool = make_pool(model)
+    arena, rng, moved = pool.arena, np.random.default_rng(0), []
+
+    def shuffle(*_: object) -> None:
+        """A third of the KV frames go elsewhere, and what they leave behind is poisoned."""
+        held, free = (np.flatnonzero(arena.kinds == kind) for kind in (OwnerKind.KV, OwnerKind.FREE))
+        sources = rng.permutation(held)[: len(held) // 3]
+        if len(sources):
+            targets = rng.permutation(free)[: len(sources)]
+            ImmediateEngine(arena).relocate(sources, targets)
+            arena.rows[torch.from_numpy(sources)] = 0xFF
+            pool.follow(sources, targets)
+            arena.move(sources, targets)
+            moved.append(len(sources))
+
+    hook = model.register_forward_pre_hook(shuffle)
+    try:
+        got = model.generate(prompt, **cache_argument(model, ArenaCache(pool, model.config)), **settings)
+    finally:
+        hook.remove()
+    assert torch.equal(got, expected)
+    assert sum(moved) > 100
+    arena.check()
+    pool.collect()
+    assert arena.free_frames == arena.frames
 
 
 def test_left_padding_gives_the_tokens_of_dynamic_cache(model: PreTrainedModel) -> None:
