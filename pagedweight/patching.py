@@ -79,7 +79,9 @@ def assemble(
             policy.check_layout(layout)
         in_place = [model.get_submodule(e.path) for e in found]
         sizes = choose_sizes(layout, config, kv_layers_of(model, in_place) if config.budget_bytes is not None else [])
-        store = PageStore(layout, sizes.frame_bytes, config.host_pinned_bytes if device.type == "cuda" else 0)
+        on_cuda = device.type == "cuda"
+        mapped = opened if on_cuda or config.host_pinned_bytes is not None else None
+        store = PageStore(layout, sizes.frame_bytes, config.host_pinned_bytes if on_cuda else 0, mapped)
         done: list[ExpertsModule] = []
         try:
             if opened is None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from pagedweight.bitplane import dequantize, table_from_bytes
+from pagedweight.checkpoint import Checkpoint
 from pagedweight.discovery import ExpertsModule
 from pagedweight.kernels.device_order import PlaneGeometry, from_device_order, plane_geometry, to_device_order
 from pagedweight.layout import BlockId, Layout, MoeLayer, PackedBlock, Projection, table_bytes
@@ -52,19 +53,41 @@ def quantize_layer(
     return QuantizedLayer([(one.block, one.packed) for one in made], np.stack([one.s_bar for one in made]))
 
 
-class PageStore:
-    """Host pages of a whole model, addressed by table row, and the geometry to convert them."""
+class CheckpointPages:
+    """Pages read from a checkpoint's memory-mapped files and put in the device order each time they are asked for.
 
-    def __init__(self, layout: Layout, frame_bytes: int, pinned_bytes: int | None) -> None:
+    Some 50 MB/s: for what a budget of host memory leaves out, and for what is wanted only once.
+    """
+
+    def __init__(self, opened: Checkpoint, geometries: Sequence[PlaneGeometry]) -> None:
+        self._opened = opened
+        self._geometries = geometries
+        self._blocks = list(opened.layout.blocks())
+
+    def page(self, row: int, plane: int) -> torch.Tensor:
+        return to_device_order(self._opened.plane(self._blocks[row], plane), self._geometries[row])
+
+
+class PageStore:
+    """Host pages of a whole model, addressed by table row, and the geometry to convert them.
+
+    mapped: a checkpoint whose files stand in for memory, as HostPages says; None keeps everything in memory.
+    """
+
+    def __init__(
+        self, layout: Layout, frame_bytes: int, pinned_bytes: int | None, mapped: Checkpoint | None = None
+    ) -> None:
         self.layout = layout
         self.geometries = [plane_geometry(n, k, frame_bytes) for n, k in layout.row_shapes()]
         self.sizes = page_sizes(layout, self.geometries)
-        self.host = HostPages(self.sizes, pinned_bytes)
+        source = None if mapped is None else CheckpointPages(mapped, self.geometries)
+        self.host = HostPages(self.sizes, pinned_bytes, source)
 
     def store(self, block: BlockId, packed: PackedBlock) -> None:
-        """Keep every plane and table of a linear-block."""
+        """Keep every table of a linear-block, and every plane that is not to be read from the checkpoint again."""
         row = self.layout.row(block)
-        for plane, page in enumerate(to_device_order(packed.planes, self.geometries[row])):
+        kept = [plane for plane in range(self.layout.parent_width) if self.host.keeps(plane)]
+        for plane, page in zip(kept, to_device_order(packed.planes[kept], self.geometries[row]), strict=True):
             self.host.store(row, plane, page)
         for bits in self.layout.widths:
             self.host.store_table(row, bits, packed.tables[bits])

@@ -43,6 +43,9 @@ class RepeatedPages:
         """The buffer, for measuring what the bus gives."""
         return self._pages
 
+    def has(self, row: int, plane: int) -> bool:
+        return True
+
     def page(self, row: int, plane: int) -> torch.Tensor:
         start = self._page_at[row * self.sizes.planes + plane]
         return self._pages[start : start + int(self.sizes.plane_frames[row]) * self.sizes.frame_bytes]

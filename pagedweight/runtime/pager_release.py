@@ -61,7 +61,7 @@ class Releases:
         leaving = rows[at]
         frames = int(self._table.sizes.plane_frames[leaving].sum()) + len(table_frames)
         pages = zip(leaving.tolist(), planes.tolist(), strict=True)
-        written_back = [page for page in pages if self._host.page(*page) is None]
+        written_back = [page for page in pages if not self._host.has(*page)]
         tickets = self._write_back(written_back)
         tickets.append(self._engine.fence())
         self._rows.clear()

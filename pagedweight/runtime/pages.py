@@ -1,13 +1,13 @@
-"""Host copies of pages and tables, page-locked as far as a budget allows.
+"""Host copies of pages and tables: page-locked as far as a budget allows, then read from a source, else pageable.
 
-Pages never change, so a page whose host copy exists is dropped from the device without a copy; one without is written
-back first. The bytes are opaque here: whoever stores them has put them in the kernels' device order.
+Pages never change, so a page that the host has is dropped from the device without a copy; one that it has not is
+written back first. The bytes are opaque here: whoever gives them has put them in the kernels' device order.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -58,19 +58,31 @@ class PageSizes(NamedTuple):
         return frames * self.frame_bytes
 
 
+class PageSource(Protocol):
+    """Where any page can be read at any time, such as a checkpoint's files."""
+
+    def page(self, row: int, plane: int) -> torch.Tensor:
+        """uint8 (plane_frames * frame_bytes,), in memory of its own."""
+        ...
+
+
 class HostPages:
-    """Host memory for every page and table that the device may need again.
+    """Every page and table that the device may need again.
 
     pinned_bytes: page-locked bytes allowed, for a CUDA device; None for all. Tables come first, since a lowered width
     waits for its table. 0 on a machine without CUDA.
+    source: what need not be kept in memory is read from there: pages beyond pinned_bytes, and those of the floor, which
+    never leave the device. Without one, pages beyond pinned_bytes are kept in pageable memory.
     """
 
-    def __init__(self, sizes: PageSizes, pinned_bytes: int | None = 0) -> None:
+    def __init__(self, sizes: PageSizes, pinned_bytes: int | None = 0, source: PageSource | None = None) -> None:
         self.sizes = sizes
+        self._source = source
         self._pinned_budget_bytes = _UNLIMITED_BYTES if pinned_bytes is None else pinned_bytes
         self._table_bytes = int(sizes.table_frames.sum()) * sizes.frame_bytes
         self._table_memory = _HostMemory(self._table_bytes)
-        self._plane_memory = _HostMemory(int(sizes.plane_frames.sum()) * sizes.planes * sizes.frame_bytes)
+        kept_planes = sizes.planes if source is None else sizes.planes - sizes.widths[0]
+        self._plane_memory = _HostMemory(int(sizes.plane_frames.sum()) * kept_planes * sizes.frame_bytes)
         self._pages: dict[tuple[int, int], torch.Tensor] = {}
         self._reserved: dict[tuple[int, int], torch.Tensor] = {}
         self._tables: dict[tuple[int, int], torch.Tensor] = {}
@@ -85,9 +97,18 @@ class HostPages:
         """Bytes of the copies held."""
         return sum(copy.numel() for copies in (self._pages, self._tables) for copy in copies.values())
 
+    def has(self, row: int, plane: int) -> bool:
+        """Whether the page can be had without the device."""
+        return self._source is not None or (row, plane) in self._pages
+
+    def keeps(self, plane: int) -> bool:
+        """Whether a page of this plane would be kept in memory if it were stored now."""
+        return self._source is None or (plane >= self.sizes.widths[0] and not self._plane_memory.locked_out)
+
     def page(self, row: int, plane: int) -> torch.Tensor | None:
         """uint8 (plane_frames * frame_bytes,), or None when the only copy is on the device."""
-        return self._pages.get((row, plane))
+        kept = self._pages.get((row, plane))
+        return kept if kept is not None or self._source is None else self._source.page(row, plane)
 
     def table(self, row: int, width: int) -> torch.Tensor:
         """uint8 (table_frames * frame_bytes,), the table of a width, padded to whole frames."""
@@ -98,13 +119,13 @@ class HostPages:
         is short.
         """
         if (row, plane) not in self._reserved:
-            size = int(self.sizes.plane_frames[row]) * self.sizes.frame_bytes
-            kept_for_tables = max(self._table_bytes, self._table_memory.pinned_bytes)
-            self._reserved[row, plane] = self._take(self._plane_memory, size, kept_for_tables)
+            self._reserved[row, plane] = self._room(row, pageable=True)
         return self._reserved[row, plane]
 
     def store(self, row: int, plane: int, data: torch.Tensor) -> None:
-        """Keep a page's bytes: data is copied, unless it is the room that `reserve` gave."""
+        """Keep a page's bytes: data is copied, unless it is the room that `reserve` gave. With a source, only while
+        page-locked memory lasts.
+        """
         expected = int(self.sizes.plane_frames[row]) * self.sizes.frame_bytes
         if data.dtype != torch.uint8 or data.numel() != expected:
             raise ValueError(
@@ -112,10 +133,14 @@ class HostPages:
             )
         if (row, plane) in self._pages:
             raise ValueError(f"plane {plane} of row {row} has a host copy already; pages never change")
-        room = self.reserve(row, plane)
+        room = self._reserved.pop((row, plane), None)
+        if room is None:
+            room = self._room(row, pageable=self._source is None)
+        if room is None:
+            return
         if data is not room:
             room.copy_(data.reshape(-1))
-        self._pages[row, plane] = self._reserved.pop((row, plane))
+        self._pages[row, plane] = room
 
     def store_table(self, row: int, width: int, data: torch.Tensor) -> None:
         """Keep a table's bytes (any dtype, row major), padded with zeros to whole frames."""
@@ -123,7 +148,7 @@ class HostPages:
         room = int(self.sizes.table_frames[row, self.sizes.widths.index(width)]) * self.sizes.frame_bytes
         if data.numel() > room:
             raise ValueError(f"the {width}-bit table of row {row} is {data.numel()} bytes; its frames hold {room}")
-        kept = self._take(self._table_memory, room, self._plane_memory.pinned_bytes)
+        kept = self._take(self._table_memory, room, self._plane_memory.pinned_bytes, pageable=True)
         kept[: data.numel()] = data
         kept[data.numel() :] = 0
         self._tables[row, width] = kept
@@ -134,20 +159,30 @@ class HostPages:
 
     def close(self) -> None:
         """Give the memory back. No transfer may be in flight."""
+        self._source = None
         self._pages.clear()
         self._reserved.clear()
         self._tables.clear()
         self._table_memory = _HostMemory(0)
         self._plane_memory = _HostMemory(0)
 
-    def _take(self, memory: _HostMemory, count: int, held_elsewhere_bytes: int) -> torch.Tensor:
+    def _room(self, row: int, *, pageable: bool) -> torch.Tensor | None:
+        """Memory for a page of the row; None when it would be pageable and that is not wanted."""
+        size = int(self.sizes.plane_frames[row]) * self.sizes.frame_bytes
+        kept_for_tables = max(self._table_bytes, self._table_memory.pinned_bytes)
+        return self._take(self._plane_memory, size, kept_for_tables, pageable=pageable)
+
+    def _take(
+        self, memory: _HostMemory, count: int, held_elsewhere_bytes: int, *, pageable: bool
+    ) -> torch.Tensor | None:
         """Room in one of the memories, with one warning once page-locked memory is used up."""
-        room = memory.take(count, self._pinned_budget_bytes - held_elsewhere_bytes)
-        if memory.pageable and not self._warned:
+        room = memory.take(count, self._pinned_budget_bytes - held_elsewhere_bytes, pageable=pageable)
+        if memory.locked_out and not self._warned:
             self._warned = True
+            rest = "kept in pageable memory" if self._source is None else "read from the checkpoint's files"
             warnings.warn(
-                f"page-locked host memory is used up at {self.pinned_bytes} bytes; further pages are kept in pageable "
-                "memory and reload more slowly (raise host_pinned_bytes or the system's limit)",
+                f"page-locked host memory is used up at {self.pinned_bytes} bytes; further pages are {rest} and "
+                "reload more slowly (raise host_pinned_bytes or the system's limit)",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -155,29 +190,37 @@ class HostPages:
 
 
 class _HostMemory:
-    """Bytes handed out from large chunks, page-locked while the budget lasts. Nothing is given back."""
+    """Bytes handed out from large chunks, page-locked while the budget lasts. Nothing is given back.
+
+    locked_out: whether no more can be page-locked.
+    """
 
     def __init__(self, expected_bytes: int) -> None:
         self.pinned_bytes = 0
-        self.pageable = False
+        self.locked_out = False
         self._expected_bytes = expected_bytes
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
-    def take(self, count: int, pinned_budget_bytes: int) -> torch.Tensor:
-        """uint8 (count,); pinned_budget_bytes: what this memory may lock in all."""
+    def take(self, count: int, pinned_budget_bytes: int, *, pageable: bool) -> torch.Tensor | None:
+        """uint8 (count,); pinned_budget_bytes: what this memory may lock in all. None when only pageable memory is
+        left and that is not wanted.
+        """
         if self._used + count > len(self._chunk):
-            self._chunk = self._new_chunk(count, pinned_budget_bytes - self.pinned_bytes)
+            chunk = self._new_chunk(count, pinned_budget_bytes - self.pinned_bytes, pageable)
+            if chunk is None:
+                return None
+            self._chunk = chunk
             self._expected_bytes = max(0, self._expected_bytes - len(self._chunk))
             self._used = 0
         start, self._used = self._used, self._used + count
         return self._chunk[start : start + count]
 
-    def _new_chunk(self, count: int, lockable_bytes: int) -> torch.Tensor:
+    def _new_chunk(self, count: int, lockable_bytes: int, pageable: bool) -> torch.Tensor | None:
         wanted = max(min(_CHUNK_BYTES, self._expected_bytes), _SMALLEST_CHUNK_BYTES)
         size = max(_power_of_two_below(min(wanted, max(1, lockable_bytes))), _power_of_two_above(count))
         with torch.inference_mode(False):
-            if not self.pageable and size <= lockable_bytes:
+            if not self.locked_out and size <= lockable_bytes:
                 try:
                     chunk = torch.empty(size, dtype=torch.uint8, pin_memory=True)
                 except RuntimeError:  # the system's own limit
@@ -185,8 +228,8 @@ class _HostMemory:
                 else:
                     self.pinned_bytes += size
                     return chunk
-            self.pageable = True
-            return torch.empty(max(count, wanted), dtype=torch.uint8)
+            self.locked_out = True
+            return torch.empty(max(count, wanted), dtype=torch.uint8) if pageable else None
 
 
 def _power_of_two_below(count: int) -> int:

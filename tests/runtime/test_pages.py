@@ -81,6 +81,50 @@ def test_a_table_larger_than_its_frames_and_a_page_stored_twice_are_refused():
         host.store(0, 0, torch.zeros(256, dtype=torch.uint8))
 
 
+class Numbered:
+    """A source whose pages say which they are, and that counts how often it is asked."""
+
+    asked = 0
+
+    def page(self, row, plane):
+        self.asked += 1
+        return torch.full((int(sizes().plane_frames[row]) * 128,), 16 * row + plane, dtype=torch.uint8)
+
+
+def test_with_a_source_nothing_need_be_kept_and_every_page_can_be_had():
+    host = HostPages(sizes(), 0, source := Numbered())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for row, plane in np.ndindex(4, 4):
+            if host.keeps(plane):
+                host.store(row, plane, source.page(row, plane))
+    assert host.bytes == 0
+    asked = source.asked
+    assert all(host.has(row, plane) for row, plane in np.ndindex(4, 4))
+    assert source.asked == asked
+    assert all((host.page(row, plane) == 16 * row + plane).all() for row, plane in np.ndindex(4, 4))
+    host.close()
+    assert host.page(0, 0) is None
+
+
+@pytest.mark.gpu
+def test_with_a_source_the_upper_planes_are_kept_as_far_as_page_locked_memory_goes():
+    frames_per_plane = np.full(4, 64)
+    page = torch.zeros(64 * 4096, dtype=torch.uint8)
+    host = HostPages(PageSizes.of(LAYOUT, frames_per_plane, 4096), 2**20, Numbered())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for row, plane in np.ndindex(4, 4):
+            if host.keeps(plane):
+                host.store(row, plane, page)
+    assert ["checkpoint's files" in str(w.message) for w in caught] == [True]
+    kept = [(row, plane) for row, plane in np.ndindex(4, 4) if host.page(row, plane).numel() == page.numel()]
+    assert 0 < len(kept) <= 4
+    assert all(plane >= 2 and host.page(row, plane).is_pinned() for row, plane in kept)
+    assert host.pinned_bytes <= 2**20
+    host.close()
+
+
 @pytest.mark.gpu
 def test_case_75_page_locked_memory_is_no_more_than_the_pages_need():
     """Pages of 2^n + 1 frames, which an allocator that rounds up would almost double."""
