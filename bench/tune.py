@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from bench.kernels.bench_decode import LABELS, Case, codebooks_of
@@ -86,5 +88,51 @@ def answers() -> list[Case]:
     return cases
 
 
+def peers() -> list[Case]:
+    """The table's settings on every shape, and lut16 at one: the rows that vLLM's stand beside."""
+    framed = [case for case in chosen() if case.frames == "framed"]
+    rows = [case for case in framed if case.codebooks == "fast" or (case.shape, case.tokens) == ("qwen", 16)]
+    return rows + [case._replace(met=5) for case in rows if (case.shape, case.tokens) == ("mixtral", 4)]
+
+
+def variants() -> list[Case]:
+    """What might beat the table."""
+
+    def both(tokens: int, up: ProductConfig, down: ProductConfig) -> list[DecodeConfig]:
+        return [DecodeConfig(up, down, tokens, True, True, False, prefetch) for prefetch in (False, True)]
+
+    two, capped = (cut(16, warps=2), cut(32, warps=2)), replace(cut(16, warps=2), registers=112)
+    four, eight = both(4, *two), both(8, cut(32), cut(64))
+    wide = DecodeConfig(cut(32), cut(64), 4, True, True, False, True)
+    narrow = DecodeConfig(capped, replace(capped, rows=32), 4, True, True, False, True)
+    full = DecodeConfig(*(replace(c, registers=128) for c in (cut(32), cut(64))), 8, True, True, False, True)
+    cases = [Case("qwen", 16, label, "fast", [*four, wide, narrow]) for label in ("3", "4", "6", "mixed")]
+    cases += [Case("qwen", 4, label, "fast", four) for label in ("3", "4", "6", "mixed")]
+    cases += [Case("qwen", 64, label, "fast", [*eight, full, four[1]]) for label in ("3", "4", "6", "mixed")]
+    cases += [Case("mixtral", 16, label, "fast", [*eight, full, wide]) for label in ("4", "6")]
+    split = DecodeConfig(cut(32), cut(64, 1, 4), 4, True, True, False, True)
+    cases += [Case("mixtral", 4, label, "fast", [wide, split], met=5) for label in ("3", "4", "6")]
+    cases += [Case("gemma", 16, label, "fast", four) for label in ("3", "4", "6", "mixed")]
+    for shape, label in (("qwen", "3"), ("qwen", "4"), ("gemma", "3"), ("gemma", "4"), ("gemma", "mixed")):
+        cases.append(Case(shape, 1, label, "fast", one_token_variants(shape)))
+    return cases
+
+
+def one_token_variants(shape: str) -> list[DecodeConfig]:
+    steps = -(-SHAPES[shape][1] // 512)
+    ups = [cut(16, 2), cut(8, 2, warps=2), cut(16, warps=2)]
+    settings = [DecodeConfig(up, cut(rows, 1, steps, rows // 16), 1, False, True) for up in ups for rows in (64, 32)]
+    settings += [DecodeConfig(up, cut(32, 1, steps, 2), 1, True, True) for up in ups[1:]]
+    return [*settings, DecodeConfig(ups[2], cut(32, warps=2), 1, True, True, True, True)]
+
+
+def small() -> list[Case]:
+    """A few launches, for tools that run them slowly."""
+    eight = DecodeConfig(cut(32), cut(64), 8, True, True, False, True)
+    one = DecodeConfig(cut(16, warps=2), cut(64), 1, False, True)
+    return [Case("odd", 5, "mixed", "fast", [eight]), Case("odd", 1, "mixed", "lut16", [one])]
+
+
 def suite(name: str) -> list[Case]:
-    return {"sweep": sweep, "chosen": chosen, "answers": answers}[name]()
+    suites = (sweep, chosen, answers, peers, variants, small)
+    return {made.__name__: made for made in suites}[name]()

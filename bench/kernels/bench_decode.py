@@ -2,6 +2,8 @@
 
     python bench/kernels/bench_decode.py [--suite chosen] [--out results.json]
 
+Suites are named in bench/tune.py; `peers` needs vLLM.
+
 Every figure is the median of CUDA-graph replays; a graph holds many calls whose experts differ, so that successive
 calls read weights that are not in L2. All that the op launches is inside.
 """
@@ -53,6 +55,7 @@ class Case(NamedTuple):
     configs: list[DecodeConfig]
     frames: str = "framed"
     dtype: torch.dtype = torch.bfloat16
+    met: int | None = None  # distinct experts of a call; None leaves it to chance
 
 
 def launches_of(layer, call, widths, codebooks, config):
@@ -86,7 +89,7 @@ def compile_jobs(jobs: list[tuple[Case, DecodeConfig, int]]) -> list[str]:
         arguments = {k: MockTensor(v.dtype) if isinstance(v, torch.Tensor) else v for k, v in launch.arguments.items()}
         try:
             launch.kernel.warmup(grid=(1,), **arguments)
-        except Exception as error:  # noqa: BLE001 - a setting that does not compile is a result
+        except (triton.CompilationError, triton.runtime.errors.OutOfResources, RuntimeError) as error:
             failures.append(f"{case[:4]} {config}: {str(error)[-300:]}")
     return failures
 
@@ -130,18 +133,40 @@ def graph_time(run, calls: int, replays: int = 15) -> float:
     return times[len(times) // 2] * 1000 / calls
 
 
+def run_peers(shape: str, counts: tuple[int, ...], records: list[dict]) -> None:
+    """vLLM's kernels on the routings of our own rows."""
+    from bench.kernels.peers import PEERS, answer
+
+    meta = GpuLayer.meta(shape)
+    meta.device = "cuda"
+    for name, make in PEERS.items():
+        layers = [make(shape, seed) for seed in range(2)]
+        for tokens, met in [(tokens, None) for tokens in counts] + [(4, 5)] * (shape == "mixtral"):
+            count = call_count(tokens)
+            routed = [routing(meta, tokens, i, torch.bfloat16, met) for i in range(count)]
+            calls = [(layers[i % 2], x, ids.int(), weights) for i, (x, ids, weights, _slots) in enumerate(routed)]
+            wanted = answer(*calls[0])
+            error = float((calls[0][0].run(*calls[0][1:]).double() - wanted).norm() / wanted.norm())
+            us = graph_time(lambda calls=calls: [peer.run(*call) for peer, *call in calls], count)
+            record = {"shape": shape, "tokens": tokens, "peer": name, "us": us, "error": error}
+            records.append(record | {"experts_met": sum(len(call[2].unique()) for call in calls) / count})
+            print(f"{shape:8s} M={tokens:<3d} {name:16s} {us:7.1f} us  err {error:.1e}  met {met}", flush=True)
+        del layers, calls
+        torch.cuda.empty_cache()
+
+
 def call_count(tokens: int) -> int:
     return {1: 30, 4: 12}.get(tokens, 6)
 
 
-def run_case(case: Case, layers: list[GpuLayer], records: list[dict]) -> None:
+def run_case(case: Case, layers: list[GpuLayer], records: list[dict], timed: bool = True) -> None:
     widths = LABELS[case.label]
     codebooks = codebooks_of(case.codebooks, widths)
     for number, layer in enumerate(layers):
         layer.commit(widths, codebooks, number)
     count = call_count(case.tokens)
     chosen = [layers[i % len(layers)] for i in range(count)]
-    calls = [(layer, routing(layer, case.tokens, i, case.dtype)) for i, layer in enumerate(chosen)]
+    calls = [(layer, routing(layer, case.tokens, i, case.dtype, case.met)) for i, layer in enumerate(chosen)]
     wanted = dense_output(calls[0][0], *calls[0][1][:3])
     floor = sum(layer.bytes_read(call[1]) for layer, call in calls) / count / READ_BYTES_PER_US
     best = None
@@ -152,6 +177,7 @@ def run_case(case: Case, layers: list[GpuLayer], records: list[dict]) -> None:
             "bits": case.label,
             "codebooks": case.codebooks,
             "frames": case.frames,
+            "experts_met": sum(len(call[1].unique()) for _, call in calls) / count,
             "config": describe(config),
             "floor_us": floor,
         }
@@ -166,18 +192,17 @@ def run_case(case: Case, layers: list[GpuLayer], records: list[dict]) -> None:
                 launch.run()
             if not torch.equal(first, out):
                 record["error"] = float("nan")  # equal inputs must give equal bits
-            prepared = [launches_of(*call, widths, codebooks, config)[1] for call in calls]
-            record["us"] = graph_time(lambda p=prepared: [launch.run() for part in p for launch in part], count)
-        except Exception as error:
-            record["failed"] = repr(error)[:300]
-            if "illegal" in record["failed"]:
-                raise
+            prepared = [launches_of(*call, widths, codebooks, config)[1] for call in calls] if timed else []
+            run = [launch for part in prepared for launch in part]
+            record["us"] = timed and graph_time(lambda run=run: [launch.run() for launch in run], count)
+        except (ValueError, triton.runtime.errors.OutOfResources) as error:
+            record["failed"] = repr(error)[:300]  # a setting that cannot run is a result
         records.append(record)
         if record.get("error", 1) < 1e-2 and (best is None or record["us"] < best["us"]):
             best, best_prepared = record, prepared
         elif not record.get("error", 1) < 1e-2:
             print("  BAD", record, flush=True)
-    if best is not None:
+    if best is not None and timed:
         # The last launch alone would wait for arrivals of its own: it is the difference.
         best["us_alone"] = [
             graph_time(lambda i=i: [part[i].run() for part in best_prepared], count)
@@ -196,34 +221,48 @@ def describe(config: DecodeConfig) -> str:
     def one(p: ProductConfig) -> str:
         return f"r{p.rows}c{p.chunks}k{p.splits}w{p.warps}s{p.stages}" + (f"m{p.registers}" if p.registers else "")
 
-    marks = {"int8": config.int8, "prepared": config.prepared, "pdl": config.early_launch}
+    marks = {"int8": config.int8, "prepared": config.prepared, "pdl": config.early_launch, "prefetch": config.prefetch}
     flags = "".join(f" {name}" for name, on in marks.items() if on)
     return f"t{config.tokens} {one(config.gate_up)} / {one(config.down)}{flags}"
 
 
-def main(cases: list[Case], out: Path) -> None:
+def main(cases: list[Case], out: Path, peers: dict[str, tuple[int, ...]], timed: bool) -> None:
+    """peers: batch sizes of vLLM's rows by shape; none: vLLM is not needed."""
     start = time.time()
     compile_all(cases, min(14, os.cpu_count()))
+    facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     records: list[dict] = []
+
+    def keep() -> None:
+        print(f"t {time.time() - start:.0f} s", flush=True)
+        out.write_text(json.dumps(facts | {"rows": records}, indent=1))
+
     groups = {}
     for case in cases:
         groups.setdefault((case.shape, case.frames, planes_of(case)), []).append(case)
     for (shape, frames, planes), group in groups.items():
         layers = [GpuLayer.random(shape, seed, frames=frames, planes=planes) for seed in range(2)]
         for case in group:
-            run_case(case, layers, records)
-        print(f"t {time.time() - start:.0f} s", flush=True)
-        facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-        out.write_text(json.dumps(facts | {"rows": records}, indent=1))
+            run_case(case, layers, records, timed)
         del layers
         torch.cuda.empty_cache()
+        keep()
+    for shape, counts in peers.items():
+        run_peers(shape, counts, records)
+        keep()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--suite", default="chosen")
     parser.add_argument("--out", type=Path, default=Path("bench_decode.json"))
+    parser.add_argument("--untimed", action="store_true", help="answers only")
+    parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache for the suites")
     arguments = parser.parse_args()
-    from bench.tune import suite
+    from bench.tune import TOKENS, suite
 
-    main(suite(arguments.suite), arguments.out)
+    cases = [case for name in arguments.suite.split(",") for case in suite(name)]
+    if arguments.compile_only:
+        compile_all(cases, min(14, os.cpu_count()))
+    else:
+        main(cases, arguments.out, TOKENS if arguments.suite == "peers" else {}, not arguments.untimed)

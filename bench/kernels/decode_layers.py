@@ -129,20 +129,30 @@ def plane_bits(frames: torch.Tensor, g: PlaneGeometry) -> torch.Tensor:
     return plain[:, : g.columns]
 
 
-def routing(layer: GpuLayer, tokens: int, number: int, dtype: torch.dtype):
-    """(x, ids, weights, slots) of the number-th call; for one token, successive calls take other experts."""
+def routing(layer: GpuLayer, tokens: int, number: int, dtype: torch.dtype, met: int | None = None):
+    """(x, ids, weights, slots) of the number-th call; for one token, successive calls take other experts.
+
+    met: how many distinct experts the call takes; None leaves it to chance.
+    """
     generator = torch.Generator().manual_seed(1000 + number)
     if tokens == 1:
         order = torch.randperm(layer.experts, generator=torch.Generator().manual_seed(7))
         first = (number // 2 * layer.choices) % (layer.experts - layer.choices + 1)
         ids = order[first : first + layer.choices][None]
     else:
-        ids = torch.stack([torch.randperm(layer.experts, generator=generator)[: layer.choices] for _ in range(tokens)])
+        ids = _drawn_ids(layer, tokens, generator)
+        while met is not None and len(ids.unique()) != met:
+            ids = _drawn_ids(layer, tokens, generator)
     weights = torch.rand(tokens, layer.choices, generator=generator) + 0.1
     weights = weights / weights.sum(1, keepdim=True)
     x = torch.randn(tokens, layer.hidden, generator=generator).to(dtype)
     slots = torch.zeros(tokens, dtype=torch.int32)
     return tuple(tensor.to(layer.device) for tensor in (x, ids, weights, slots))
+
+
+def _drawn_ids(layer: GpuLayer, tokens: int, generator: torch.Generator) -> torch.Tensor:
+    drawn = [torch.randperm(layer.experts, generator=generator)[: layer.choices] for _ in range(tokens)]
+    return torch.stack(drawn)
 
 
 def dense_output(layer: GpuLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

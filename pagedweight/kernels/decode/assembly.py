@@ -217,10 +217,23 @@ def byte_program(bits: int) -> tuple[str, str]:
     return q.text(_bytes(q, planes)), ",".join(["=r"] * 8 + ["r"] * bits)
 
 
-def look_up_program() -> tuple[str, str]:
-    """(PTX, constraints), pack 4: 8 selector words and 2 table words; output 4 s + i looks up selector s of word i."""
-    lines = [f"prmt.b32 ${4 * s + i}, $64, $68, ${32 + 4 * s + i};" for s in range(8) for i in range(4)]
-    return "\n".join(lines), ",".join(["=r"] * 32 + ["r"] * 40)
+def look_up_program(bits: int) -> tuple[str, str]:
+    """(PTX, constraints), pack 4: the words of `selector_program` and 2 table words, 4 for 4 bits; output 4 s + i looks
+    up selector s of word i.
+
+    A look-up in the wrong half of a table of sixteen gives 0, so the halves' answers are added.
+    """
+    q = Program()
+    words = 8 if bits < 4 else 16
+    table = [f"${32 + 4 * (words + t)}" for t in range(2 if bits < 4 else 4)]
+    outputs = []
+    for s in range(8):
+        for i in range(4):
+            looked = q.permute(*table[:2], f"${32 + 4 * s + i}")
+            if bits == 4:
+                looked = q.emit("add.u32", looked, q.permute(*table[2:], f"${64 + 4 * s + i}"))
+            outputs.append(looked)
+    return q.text(outputs), ",".join(["=r"] * 32 + ["r"] * (4 * (words + len(table))))
 
 
 def spread_program() -> tuple[str, str]:
@@ -265,3 +278,5 @@ def float_pair_program(bf16: bool) -> str:
 # Low and high bytes of the four 16-bit values in two words.
 LOW_BYTES = "prmt.b32 $0, $1, $2, 0x6420;"
 HIGH_BYTES = "prmt.b32 $0, $1, $2, 0x7531;"
+# Starts to bring the line of an address into L2; the output is there because an expression must have one.
+PREFETCH = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"

@@ -35,7 +35,8 @@ class DecodeConfig:
 
     int8: products on int8 tensor cores, for widths whose codebook is lut8 or affine. early_launch: each launch starts
     while the one before it ends (programmatic dependent launch). prepared: a launch before the products groups pairs
-    and makes digits even for one token, which otherwise makes its own.
+    and makes digits even for one token, which otherwise makes its own. prefetch: with early_launch, down programs ask
+    L2 for their first planes before they wait for h.
     """
 
     gate_up: ProductConfig
@@ -44,6 +45,7 @@ class DecodeConfig:
     int8: bool = False
     early_launch: bool = False
     prepared: bool = False
+    prefetch: bool = False
 
 
 class Workload(NamedTuple):

@@ -46,7 +46,7 @@ def _tile(
     WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr,
     INT8: tl.constexpr,
-    ORDERS: tl.constexpr, PDL: tl.constexpr,
+    ORDERS: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
     STEPS: tl.constexpr = (INTERMEDIATE + 512 * CHUNKS - 1) // (512 * CHUNKS)
@@ -72,7 +72,7 @@ def _tile(
                     sums = rows8.rows_product(
                         digits_ptr, scales_ptr, pair, own_pair, pairs, frames, table, row, operand_row,
                         split * STEPS // SPLITS, (split + 1) * STEPS // SPLITS, WIDTHS[i], operands.item(CODEBOOKS, i),
-                        ORDERS, INTERMEDIATE, FRAME_ROWS, TOKENS, STAGES, PDL, PTX,
+                        ORDERS, INTERMEDIATE, FRAME_ROWS, TOKENS, STAGES, PDL, PREFETCH, PTX,
                     )  # fmt: skip
                 elif INT8:
                     sums = rows8.token_product(
@@ -84,7 +84,7 @@ def _tile(
                     sums = rows.rows_product(
                         h_ptr, pair * INTERMEDIATE, column < pairs, frames, table, row, operand_row, index % CHUNKS,
                         split * STEPS // SPLITS, (split + 1) * STEPS // SPLITS, WIDTHS[i], operands.item(CODEBOOKS, i),
-                        INTERMEDIATE, FRAME_ROWS, CHUNKS, TOKENS, STAGES, SINGLE, WARPS, PDL, PTX,
+                        INTERMEDIATE, FRAME_ROWS, CHUNKS, TOKENS, STAGES, SINGLE, WARPS, PDL, PREFETCH, PTX,
                     )  # fmt: skip
         used = token_column < pairs
         out_row = tile * ROWS + tl.arange(0, ROWS)
@@ -106,7 +106,7 @@ def _down_kernel(
     WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr,
     INT8: tl.constexpr,
-    ORDERS: tl.constexpr, PDL: tl.constexpr,
+    ORDERS: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS output rows of one slot's expert over one of SPLITS column ranges, or one token's statistics.
 
@@ -130,5 +130,5 @@ def _down_kernel(
             h_ptr, digits_ptr, scales_ptr, parts_ptr, out_ptr, ids_ptr, weights_ptr, plan_ptr, bits_ptr, frame_ptr,
             table_ptr, arrivals_ptr, first_row, item // (TILES * SPLITS), (item // SPLITS) % TILES, item % SPLITS,
             HIDDEN, INTERMEDIATE, EXPERTS, CHOICES, PADDED, PLANES, PLANE_FRAMES, FRAME_ROWS, WIDTHS, CODEBOOKS,
-            ROWS, CHUNKS, TOKENS, SPLITS, STAGES, WARPS, PLANNED, PTX, INT8, ORDERS, PDL,
+            ROWS, CHUNKS, TOKENS, SPLITS, STAGES, WARPS, PLANNED, PTX, INT8, ORDERS, PDL, PREFETCH,
         )  # fmt: skip

@@ -72,7 +72,7 @@ def _tile(
                     sums = rows8.rows_product(
                         digits_ptr, scales_ptr, pair // CHOICES, own_pair // CHOICES, pairs, frames, table, row,
                         operand_row, 0, STEPS, WIDTHS[i], operands.item(CODEBOOKS, i), ORDERS, HIDDEN, FRAME_ROWS,
-                        TOKENS, STAGES, False, PTX,
+                        TOKENS, STAGES, False, False, PTX,
                     )  # fmt: skip
                 elif INT8:
                     sums = rows8.token_product(
@@ -84,7 +84,7 @@ def _tile(
                     sums = rows.rows_product(
                         x_ptr, (pair // CHOICES) * HIDDEN, column < pairs, frames, table, row, operand_row,
                         index % CHUNKS, 0, STEPS, WIDTHS[i], operands.item(CODEBOOKS, i), HIDDEN, FRAME_ROWS, CHUNKS,
-                        TOKENS, STAGES, SINGLE, WARPS, False, PTX,
+                        TOKENS, STAGES, SINGLE, WARPS, False, False, PTX,
                     )  # fmt: skip
         gate, up = tl.split(tl.permute(tl.reshape(sums, (2, ROWS, TOKENS)), (1, 2, 0)))
         h_row = tile * ROWS + tl.arange(0, ROWS)

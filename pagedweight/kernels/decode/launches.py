@@ -248,6 +248,7 @@ class _Launches:
             "parts_ptr": torch.empty(parts, dtype=torch.float32, device=call.x.device),
             "FRAME_ROWS": plane_geometry(self.hidden, call.intermediate, call.frame_bytes).rows_per_frame,
             "SPLITS": product.splits,
+            "PREFETCH": self.config.prefetch,
         }
         return Launch(_down_kernel, (self.tokens + self.slots * self.down_tiles * product.splits,), arguments)
 

@@ -19,10 +19,11 @@ _DECODERS = tl.constexpr(
 )
 _SELECTORS = tl.constexpr({bits: assembly.selector_program(bits) for bits in range(2, 5)})
 _BYTES = tl.constexpr({bits: assembly.byte_program(bits) for bits in range(2, 9)})
-_LOOK_UP = tl.constexpr(assembly.look_up_program())
+_LOOK_UPS = tl.constexpr({bits: assembly.look_up_program(bits) for bits in range(2, 5)})
 _SPREAD = tl.constexpr(assembly.spread_program())
 LOW_BYTES = tl.constexpr(assembly.LOW_BYTES)
 HIGH_BYTES = tl.constexpr(assembly.HIGH_BYTES)
+PREFETCH = tl.constexpr(assembly.PREFETCH)
 _FLOAT_PAIRS = tl.constexpr({bf16: assembly.float_pair_program(bf16) for bf16 in (False, True)})
 
 
@@ -42,8 +43,8 @@ def _int8_words_dtype(bits, codebook):
 
 
 @triton.constexpr_function
-def _int8_values(looked_up, part):
-    return (_LOOK_UP if looked_up else _SPREAD).value[part]
+def _int8_values(bits, codebook, part):
+    return (_LOOK_UPS.value[bits] if codebook == "lut8" else _SPREAD.value)[part]
 
 
 @triton.constexpr_function
@@ -89,12 +90,12 @@ def int8_words(planes, BITS: tl.constexpr, CODEBOOK: tl.constexpr):
 
 
 @triton.jit
-def int8_values(words, table, LOOKED_UP: tl.constexpr):
-    """8 tensors (R, W) of codes, and two table words (R, 1) where codes are looked up. 32 tensors (R, W) int8: element
+def int8_values(words, table, BITS: tl.constexpr, CODEBOOK: tl.constexpr):
+    """The words of `int8_words`, and the table words (R, 1) where codes are looked up. 32 tensors (R, W) int8: element
     4 m + i of tensor 4 s + g comes from code i of words[s] at word 4 m + g."""
     return tl.inline_asm_elementwise(
-        _int8_values(LOOKED_UP, 0),
-        _int8_values(LOOKED_UP, 1),
+        _int8_values(BITS, CODEBOOK, 0),
+        _int8_values(BITS, CODEBOOK, 1),
         words + table,
         dtype=_int8_values_dtype(),
         is_pure=True,
@@ -118,3 +119,9 @@ def low_bytes(first, second):
 def high_bytes(first, second):
     """The high bytes of the four 16-bit values in two words."""
     return tl.inline_asm_elementwise(HIGH_BYTES, "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def prefetch(pointer):
+    """Starts to bring the lines of the pointers into L2."""
+    tl.inline_asm_elementwise(PREFETCH, "=r,l", [pointer.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)

@@ -72,11 +72,23 @@ def _load_x(x_ptr, x_start, x_used, block, COLUMNS: tl.constexpr, MASKED: tl.con
 
 
 @triton.jit
+def prefetch_planes(
+    frames, local, first_step, last_step, BITS: tl.constexpr, COLUMNS: tl.constexpr, FRAME_ROWS: tl.constexpr
+):
+    """Asks L2 for the first column blocks of every plane, as many as a program would read while it waits."""
+    for i in tl.static_range(4):
+        block = tl.minimum(first_step + i, last_step - 1) + tl.zeros_like(local)
+        first, _width = operands.block_words(block, local, COLUMNS, FRAME_ROWS)
+        for plane in tl.static_range(BITS):
+            ptx.prefetch(frames[plane] + first)
+
+
+@triton.jit
 def rows_product(
     x_ptr, x_start, x_used, frames, table, row, operand_row, chunk, first_step, last_step,
     BITS: tl.constexpr, CODEBOOK: tl.constexpr, COLUMNS: tl.constexpr, FRAME_ROWS: tl.constexpr, CHUNKS: tl.constexpr,
     TOKENS: tl.constexpr, STAGES: tl.constexpr, SINGLE: tl.constexpr, WARPS: tl.constexpr,
-    WAIT: tl.constexpr, PTX: tl.constexpr,
+    WAIT: tl.constexpr, PREFETCH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """y[r, t] = sum_k value(row r, k) x[t, k] over column blocks [first_step * CHUNKS, last_step * CHUNKS).
 
@@ -109,6 +121,8 @@ def rows_product(
         sums = _add_product(weights, x, sums, PTX)
     else:
         if WAIT:
+            if PREFETCH and PTX:
+                prefetch_planes(frames, local, first_step * CHUNKS, last_step * CHUNKS, BITS, COLUMNS, FRAME_ROWS)
             tl.extra.cuda.gdc_wait()
         for step in tl.range(first_step, last_step, num_stages=STAGES):
             x = _load_x(x_ptr, x_start, x_used, step * CHUNKS + column_chunk, COLUMNS, MASKED)

@@ -38,16 +38,7 @@ def _operands(
     if PTX:
         words = operands.load_words(frames, first, width, block, BITS, MASKED, COLUMNS)
         codes = ptx.int8_words(words, BITS, CODEBOOK)
-        if CODEBOOK == "affine":
-            return (_side_by_side(ptx.int8_values(codes, (), False), ROWS),)
-        else:
-            low = ptx.int8_values(operands.part(codes, 0, 8), operands.part(table_words, 0, 2), True)
-            if BITS < 4:
-                return (_side_by_side(low, ROWS),)
-            else:
-                # A look-up in the wrong half of the table is 0, so the products add the halves.
-                high = ptx.int8_values(operands.part(codes, 8, 8), operands.part(table_words, 2, 2), True)
-                return (_side_by_side(low, ROWS), _side_by_side(high, ROWS))
+        return (_side_by_side(ptx.int8_values(codes, table_words, BITS, CODEBOOK), ROWS),)
     else:
         return (_portable_bytes(frames, first, width, block, table, row, BITS, CODEBOOK, COLUMNS),)
 
@@ -84,7 +75,8 @@ def _portable_bytes(
 def rows_product(
     digits_ptr, scales_ptr, x_row, token_row, pairs, frames, table, row, operand_row, first_step, last_step,
     BITS: tl.constexpr, CODEBOOK: tl.constexpr, ORDERS: tl.constexpr, COLUMNS: tl.constexpr,
-    FRAME_ROWS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, WAIT: tl.constexpr, PTX: tl.constexpr,
+    FRAME_ROWS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, WAIT: tl.constexpr,
+    PREFETCH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """y[r, t] as `rows.rows_product` gives it, fp32 (ROWS, TOKENS), from digits made by an earlier launch.
 
@@ -112,6 +104,8 @@ def rows_product(
     sums = tl.zeros((ROWS, N), tl.int32)
     sums_b = tl.zeros((ROWS, N), tl.int32)
     if WAIT:
+        if PREFETCH and PTX:
+            rows.prefetch_planes(frames, local, first_step, last_step, BITS, COLUMNS, FRAME_ROWS)
         tl.extra.cuda.gdc_wait()
     for step in tl.range(first_step, last_step, num_stages=STAGES):
         column = step * 512 + tl.arange(0, 512)[:, None]

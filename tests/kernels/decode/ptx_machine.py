@@ -35,6 +35,8 @@ def _execute(name: str, a: list[np.ndarray], memory: np.ndarray | None) -> np.nd
             return a[0] & a[1]
         case "or.b32":
             return a[0] | a[1]
+        case "add.u32":
+            return (a[0] + a[1]) & np.uint64(_MASK)
         case "xor.b32":
             return a[0] ^ a[1]
         case "lop3.b32":

@@ -130,7 +130,7 @@ def run(
     stats = stats or RoutingStats.zeros(1, 1, shape.experts, device=DEVICE)
     return launch_decode_moe(
         *batch, *layer.tables, *stats, 0, 0, shape.experts, shape.intermediate, layer.frame_bytes, shape.activation,
-        layer.widths, ",".join(layer.codebooks), config,
+        layer.widths, ",".join(layer.codebooks), config=config,
     )  # fmt: skip
 
 

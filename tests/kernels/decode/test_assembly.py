@@ -33,14 +33,8 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
     return ((values.astype(np.float32).view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp16", "bf16"])
-@pytest.mark.parametrize(
-    ("bits", "codebook"),
-    [(b, k) for b in range(2, 9) for k in ("lut16", "lut8", "affine", "cubic") if not (k == "lut8" and b > 4)],
-)
-def test_decoder_gives_the_value_of_every_column(bits, codebook, bf16):
-    rng = np.random.default_rng(bits)
-    codes, planes = word_pair(bits, rng)
+def random_table(bits: int, codebook: str, bf16: bool, rng: np.random.Generator):
+    """(values (lanes, 2^b) of every code, table operands, memory for the widths whose entries are loaded)."""
     middle, memory = 1 << (bits - 1), None
     if codebook == "lut16":
         entries = (rng.standard_normal((LANES, 1 << bits)) * 0.05).astype(np.float16)
@@ -60,6 +54,18 @@ def test_decoder_gives_the_value_of_every_column(bits, codebook, bf16):
         values = np.zeros((LANES, 1 << bits))
         for coefficient in coefficients.astype(float):
             values = values * (u if codebook == "affine" else u / middle) + coefficient[:, None]
+    return values, operands, memory
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("bits", "codebook"),
+    [(b, k) for b in range(2, 9) for k in ("lut16", "lut8", "affine", "cubic") if not (k == "lut8" and b > 4)],
+)
+def test_decoder_gives_the_value_of_every_column(bits, codebook, bf16):
+    rng = np.random.default_rng(bits)
+    codes, planes = word_pair(bits, rng)
+    values, operands, memory = random_table(bits, codebook, bf16, rng)
     inputs = {32 + 2 * p + w: planes[p][w] for p in range(bits) for w in (0, 1)}
     inputs |= {32 + 2 * bits + 2 * i + w: operand for i, operand in enumerate(operands) for w in (0, 1)}
     outputs = run_program(decoder_program(bits, codebook, bf16)[0], inputs, memory)
@@ -96,12 +102,9 @@ def test_int8_bytes_come_from_the_stated_bits(bits, codebook):
         octets = rng.integers(0, 128, (LANES, 1 << bits)).astype(np.uint8)
         table = list(octets.reshape(LANES, -1, 4).copy().view(np.uint32)[:, :, 0].T)
         table = table * 2 if bits == 2 else table
-        bytes_of = {}
-        for half in range(2 if bits == 4 else 1):
-            inputs = {32 + 4 * s + w: made[w][8 * half + s] for s in range(8) for w in range(4)}
-            inputs |= {64: table[2 * half], 68: table[2 * half + 1]}
-            part = run_program(look_up_program()[0], inputs)
-            bytes_of = {number: bytes_of.get(number, np.uint64(0)) + value for number, value in part.items()}
+        inputs = {32 + 4 * s + w: made[w][s] for s in range(count) for w in range(4)}
+        inputs |= {32 + 4 * (count + t): word for t, word in enumerate(table)}
+        bytes_of = run_program(look_up_program(bits)[0], inputs)
     for number, word in bytes_of.items():
         group, w = divmod(number, 4)
         for part in range(4):
