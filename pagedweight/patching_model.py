@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from pagedweight.discovery import ExpertsModule
 from pagedweight.experts import PagedExperts, TokenSlots
 from pagedweight.integrations.kv_pool import KVPool
-from pagedweight.layout import BlockId, Layout, RoutingStats
+from pagedweight.layout import BlockId, Layout, Projection, RoutingStats
 from pagedweight.patching_pages import PageStore
 from pagedweight.patching_sizes import Sizes
 from pagedweight.policy import Policy
@@ -75,9 +75,19 @@ class PagedModel:
         self._collect()
         return self._runtime.snapshot()
 
-    def explain(self, block: BlockId | None = None) -> str:
-        """A linear-block's row of the page table, or, without one, what the runtime is doing and why."""
-        return self._runtime.explain(block)
+    def explain(
+        self, layer: int | BlockId | None = None, expert: int | None = None, projection: Projection | str | None = None
+    ) -> str:
+        """Why a linear-block ("gate_up" or "down" of an expert, in the model's own numbers) has its width, what that
+        cost, and what 1 GiB more would free or restore; without one, what the runtime is doing and why."""
+        return self._runtime.explain(layer, expert, projection)
+
+    def set_request(
+        self, slot: int, *, confidence: float = 1.0, rho_bounds: tuple[float, float] | None = None
+    ) -> None:
+        """How far the prompt residuals of the request in a slot are trusted (0 to 1), and their clipping bounds, until
+        another request comes into the slot."""
+        self._runtime.set_request(slot, confidence=confidence, rho_bounds=rho_bounds)
 
     def new_cache(self) -> ArenaCache:
         """An empty KV cache in this model's arena, for model.generate(..., past_key_values=...). ValueError without a
@@ -137,6 +147,7 @@ class PagedModel:
         """New sequences come into the slots of a batch: what was counted there is another request's."""
         for counted in self.stats:
             counted[:batch].zero_()
+        self._runtime.begin_requests(batch)
 
     def _by_slot(self, of_rows: Sequence[int]) -> np.ndarray | None:
         """float32 (R_s,), a batch's figures summed by request slot, None when there is nothing."""

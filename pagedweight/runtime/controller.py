@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagedweight.layout import BlockId, BlockTables, Layout, RoutingStats
+from pagedweight.layout import BlockId, BlockTables, Layout, Projection, RoutingStats
 from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
+from pagedweight.runtime.controller_limits import cheapest_to_drop, limits_of
 from pagedweight.runtime.controller_plan import Planning
-from pagedweight.runtime.controller_report import RuntimeSnapshot, explain_row, take_snapshot
+from pagedweight.runtime.controller_report import RuntimeSnapshot, block_named, explain_row, take_snapshot
 from pagedweight.runtime.controller_signals import SignalReader
 from pagedweight.runtime.frames import KV_OWNER, Arena, OutOfFrames
 from pagedweight.runtime.kv import ArenaGauge, KVGauge, KVState
+from pagedweight.runtime.observe import Observation
 from pagedweight.runtime.pager import Pager
 from pagedweight.runtime.pages import HostPages
 from pagedweight.runtime.planner import initial_bits
+from pagedweight.runtime.planner_explain import explain
+from pagedweight.runtime.planner_trace import TraceWriter
 from pagedweight.runtime.table import PageTable
 from pagedweight.runtime.table_view import TableSnapshot, Transition
 from pagedweight.runtime.transfer import TransferEngine
@@ -52,12 +56,23 @@ class Runtime:
         self._weights = np.array([n * k for n, k in layout.row_shapes()], dtype=np.int64)
         self._table = PageTable(layout, host.sizes, arena)
         self._pager = Pager(self._table, arena, host, engine)
-        self._signals = SignalReader(stats, engine, log_features=policy.feature_transform == "log")
-        self._planning = Planning(self._table, self._pager, arena, policy, config, self._signals)
+        self._signals = SignalReader(
+            stats,
+            engine,
+            log_features=policy.feature_transform == "log",
+            rho_bounds=(policy.rho_min, policy.rho_max),
+        )
+        self._limits = limits_of(config, layout)
+        trace = None
+        if config.trace_path is not None:
+            trace = TraceWriter.to(config.trace_path, self._table.snapshot(), policy)
+        shared = isinstance(gauge, ArenaGauge)
+        parts = self._table, self._pager, arena, policy, config, self._signals, self._limits
+        self._planning = Planning(*parts, trace, shared=shared)
         self._kv: KVState | None = None
         self._paused = False
         self._closed = False
-        self._rescue_order = _cheapest_to_drop(policy, host.sizes.resident_bytes())
+        self._rescue_order = cheapest_to_drop(policy, host.sizes.resident_bytes())
         self._place()
 
     @property
@@ -109,17 +124,39 @@ class Runtime:
             self._planning.shortfall_bytes,
         )
 
-    def explain(self, block: BlockId | None = None) -> str:
-        """A linear-block's row of the page table, or, without one, what the runtime is doing and why."""
-        if block is not None:
-            return explain_row(self._table, self.layout.row(block), block)
+    def explain(
+        self, layer: int | BlockId | None = None, expert: int | None = None, projection: Projection | str | None = None
+    ) -> str:
+        """Why a linear-block has its width, what that cost, what binds it and what 1 GiB more would free or restore;
+        without one, what the runtime is doing and why.
+
+        layer, expert: the model's own numbers. projection: "gate_up" or "down". A BlockId stands for all three.
+        Raises KeyError for a linear-block that the model does not have.
+        """
+        if layer is not None:
+            block = layer if isinstance(layer, BlockId) else block_named(layer, expert, projection)
+            row, seen = self.layout.row(block), self._table.snapshot()
+            observation = self._planning.observe(seen, self._kv or KVState(0, 1))
+            return f"{explain_row(self._table, row, block)}; {explain(seen, observation, self.policy, row)}"
         if self._gauge is None:
             return "no KV gauge is attached: widths stay as they are"
+        planning = self._planning
         return (
-            f"{self._planning.state}: {self._kv}, offload at {self.config.offload_free_blocks} free blocks or fewer, "
-            f"reload above {self.config.reload_free_blocks}; shortfall {self._planning.shortfall_bytes} bytes; "
-            f"{self._pager.moves}"
+            f"{planning.state}: {self._kv}, offload at {self.config.offload_free_blocks} free blocks or fewer, "
+            f"reload above {self.config.reload_free_blocks}; shortfall {planning.shortfall_bytes} bytes; "
+            f"{planning.ready} plans were ready, {planning.made_late} made at their boundary; {self._pager.moves}"
         )
+
+    def set_request(self, slot: int, *, confidence: float = 1.0, rho_bounds: tuple[float, float] | None = None) -> None:
+        """How far the prompt residuals of the request in a slot are trusted (0 to 1), and their clipping bounds.
+
+        Requests are merged by what they hold of the KV cache. Raises ValueError for a slot that does not exist.
+        """
+        self._signals.set_request(slot, confidence, rho_bounds)
+
+    def begin_requests(self, slots: int) -> None:
+        """New requests come into the first slots; what set_request said of the old ones is forgotten."""
+        self._signals.forget_requests(slots)
 
     def set_bits(self, bits: np.ndarray | int) -> None:
         """Bring every row to a width (one, or one for each row) and wait until it is there. For evaluation and tests.
@@ -190,6 +227,7 @@ class Runtime:
         self._pager.settle()
         self.pause()
         self._closed = True
+        self._planning.close()
         self._engine.close()
         self._host.close()
 
@@ -208,7 +246,11 @@ class Runtime:
         shared = isinstance(self._gauge, ArenaGauge)
         kept_free = (self.config.reload_free_blocks + 1) * self._kv.block_bytes if shared and self._kv else 0
         seen = self._table.snapshot()
-        self.set_bits(initial_bits(seen, self.policy, max(floor_bytes, free - kept_free)))
+        budget = max(floor_bytes, free - kept_free)
+        if self._limits.weight_bytes is not None:
+            budget = min(budget, self._limits.weight_bytes)
+        idle = Observation(KVState(0, 1), limits=self._limits)
+        self.set_bits(initial_bits(seen, self.policy, budget, idle))
 
     def _carry_out(self, bits: np.ndarray) -> None:
         """Move every row towards a width and wait, no more at once than the config lets be on its way."""
@@ -235,7 +277,7 @@ class Runtime:
     def _rescue(self, wanted_bytes: int) -> int:
         if self._paused or wanted_bytes <= self.arena.free_bytes:
             return self.arena.free_bytes
-        return self._pager.rescue(wanted_bytes, self._rescue_order)
+        return self._pager.rescue(wanted_bytes, self._planning.within_limits(self._rescue_order))
 
 
 def _transitions(seen: TableSnapshot, bits: np.ndarray) -> list[Transition]:
@@ -247,10 +289,3 @@ def _transitions(seen: TableSnapshot, bits: np.ndarray) -> list[Transition]:
     change = held[rows, np.searchsorted(widths, after)] - held[rows, np.searchsorted(widths, before)]
     columns = (rows.tolist(), before.tolist(), after.tolist(), np.abs(change).tolist())
     return list(map(Transition._make, zip(*columns, strict=True)))
-
-
-def _cheapest_to_drop(policy: Policy, resident_bytes: np.ndarray) -> np.ndarray:
-    """Rows by offline damage per byte of a drop from the parent width to the floor, cheapest first."""
-    damage = np.maximum(policy.sensitivity[:, 0] - policy.sensitivity[:, -1], 0)
-    released = np.maximum(resident_bytes[:, -1] - resident_bytes[:, 0], 1)
-    return np.argsort(damage / released, kind="stable")

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable
 
 import numpy as np
 
 from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
 from pagedweight.runtime.controller_signals import SignalReader
+from pagedweight.runtime.controller_work import PlanWorker
 from pagedweight.runtime.frames import Arena
 from pagedweight.runtime.kv import KVState
 from pagedweight.runtime.observe import Limits, Observation, observe
 from pagedweight.runtime.pager import Pager
-from pagedweight.runtime.planner import Plan, Queue, plan_raise, plan_step
+from pagedweight.runtime.planner import Plan, Queue, plan_from_queue, plan_raise, plan_step
+from pagedweight.runtime.planner_scores import damage_now_and_at_floor
+from pagedweight.runtime.planner_trace import TraceWriter
 from pagedweight.runtime.table import PageTable
 from pagedweight.runtime.table_view import TableSnapshot, Transition
 
 _LOG = logging.getLogger(__name__)
 _NOTHING = Plan()
+# Far from pressure the queue is refreshed less often, down to every so many periods.
+_LONGEST_WAIT_PERIODS = 16
 
 
 class Planning:
     """The hysteresis between offload and reload thresholds, and the plan queue.
 
     state: what is going on, in words. shortfall_bytes: what the last plan under pressure could not release.
+    ready, made_late: plans under pressure that the queue held, and those that had to be made at the boundary.
     """
 
     def __init__(
@@ -35,18 +43,33 @@ class Planning:
         policy: Policy,
         config: RuntimeConfig,
         signals: SignalReader,
+        limits: Limits,
+        trace: TraceWriter | None = None,
+        *,
+        shared: bool = True,
     ) -> None:
+        """shared: whether the KV gauge counts the arena itself, so that what is released shows at once."""
         self.state = "at rest"
         self.shortfall_bytes = 0
+        self.ready = self.made_late = 0
         self._table = table
         self._pager = pager
         self._arena = arena
         self._policy = policy
         self._config = config
         self._signals = signals
+        self._limits = limits
+        self._trace = trace
+        self._shared = shared
+        background = len(table.committed) >= config.background_rows and not config.deterministic
+        self._worker = PlanWorker(background=background)
         self._queue = Queue()
+        self._queue_version: int | None = None
+        self._refreshed_at = self._signals_at = 0
         self._fruitless: tuple[int, ...] | None = None
         self._forecast_blocks = 0
+        self._answered: tuple[KVState, int] | None = None
+        self._pressed_for = 0
         self._asked: tuple[Transition, ...] = ()
         self._no_room: set[int] = set()
 
@@ -57,19 +80,49 @@ class Planning:
         """
         self._forecast_blocks = forecast_blocks
         step, period = self._table.step, self._config.plan_period_steps
-        if (step + 1) % period == 0:
+        if (step + 1) % period == 0 and step + 1 - self._signals_at >= self._wait_steps(kv):
+            self._signals_at = step + 1
             self._signals.refresh(wait=self._config.deterministic)
+        pressed = kv.headroom_blocks - forecast_blocks <= self._config.offload_free_blocks
+        self._pressed_for = self._pressed_for + 1 if pressed else 0
         situation = self._situation(kv)
         if situation == self._fruitless and step % period:
             return _NOTHING
-        if kv.headroom_blocks - forecast_blocks <= self._config.offload_free_blocks:
+        if pressed:
             plan = self._lowering(kv)
-            self._note("short of bytes" if plan.shortfall_bytes else "under pressure", plan.shortfall_bytes, kv)
+            short = self.shortfall_bytes if plan is None else plan.shortfall_bytes
+            self._note("short of bytes" if short else "under pressure", short, kv)
         else:
             plan = self._raising(kv, due=step % period == 0)
             self._note(self._state_above_pressure(kv), 0, kv)
-        self._fruitless = None if plan.transitions else situation
-        return plan
+        self._fruitless = None if plan is None or plan.transitions else situation
+        return plan or _NOTHING
+
+    def observe(self, seen: TableSnapshot, kv: KVState) -> Observation:
+        """What the planner sees now."""
+        return observe(
+            seen,
+            kv,
+            self._config.offload_free_blocks,
+            self._signals.latest(wait=self._config.deterministic),
+            **self._pressure(kv),
+        )
+
+    def within_limits(self, rows: np.ndarray) -> np.ndarray:
+        """Of rows that an emergency would drop to the floor, in this order, those that pins and quality budget let."""
+        pins, most_damage = self._limits.lowest_bits, self._limits.damage
+        if pins is not None:
+            rows = rows[pins[rows] <= self._table.floor]
+        if most_damage == math.inf:
+            return rows
+        seen = self._table.snapshot()
+        now, at_floor = damage_now_and_at_floor(seen, self.observe(seen, KVState(0, 1)), self._policy)
+        return rows[np.cumsum((at_floor - now)[rows]) <= most_damage - now.sum()]
+
+    def close(self) -> None:
+        self._worker.close()
+        if self._trace is not None:
+            self._trace.close()
 
     def _situation(self, kv: KVState) -> tuple[int, ...]:
         """All that a plan depends on, but for statistics: free blocks, widths, what is in flight, who may be raised."""
@@ -77,24 +130,120 @@ class Planning:
         headroom_blocks = kv.headroom_blocks - self._forecast_blocks
         return headroom_blocks, self._table.version, self._pager.releasing_bytes, self._pager.loading_bytes, dwelt
 
-    def _lowering(self, kv: KVState) -> Plan:
+    def _pressure(self, kv: KVState) -> dict[str, object]:
+        """Observation's fields but for statistics."""
+        in_flight = max(self._pager.releasing_bytes, self._unanswered_bytes(kv))
+        return {"in_flight_bytes": in_flight, "forecast_blocks": self._forecast_blocks, "limits": self._limits}
+
+    def _lowering(self, kv: KVState) -> Plan | None:
+        """The plan that the queue has ready, or, when it has none, one made now; None where the signal is noise."""
+        if self._is_noise(kv):
+            return None
         seen = self._table.snapshot()
-        self._queue, plan = plan_step(seen, self._observe(seen, kv), self._policy, self._queue)
+        plan = self._from_queue(seen, kv) if self._worker.background else None
+        if plan is None:
+            observation = self.observe(seen, kv)
+            queue, plan = plan_step(seen, observation, self._policy, self._queue)
+            self._adopt(queue)
+            self.made_late += bool(plan.transitions)
+            if self._trace is not None:
+                self._trace.lowered(seen, observation, plan)
+        if plan.transitions:
+            self._answered = kv, plan.released_bytes
         return plan
 
-    def _raising(self, kv: KVState, *, due: bool) -> Plan:
-        """A raise that leaves free blocks above the reload threshold; the queue is refreshed when it is due."""
+    def _from_queue(self, seen: TableSnapshot, kv: KVState) -> Plan | None:
+        """What the queue holds for the present target; what it costs has been predicted already."""
+        self._take_refreshed(wait=True)
+        if self._queue_version != self._table.version:
+            return None
+        observation = observe(seen, kv, self._config.offload_free_blocks, **self._pressure(kv))
+        plan = plan_from_queue(seen, observation, self._policy, self._queue)
+        if plan is not None:
+            self.ready += bool(plan.transitions)
+            if self._trace is not None:
+                self._trace.chosen(seen, observation, plan)
+        return plan
+
+    def _is_noise(self, kv: KVState) -> bool:
+        """Whether another engine's count swings around the threshold rather than falls.
+
+        It cannot show what weights have released before that engine takes it: after an answer pressure has to last, or
+        to get worse than what was answered, to be answered again.
+        """
+        if self._shared or self._answered is None:
+            return False
+        return self._pressed_for < 2 and kv.headroom_blocks >= self._answered[0].headroom_blocks
+
+    def _unanswered_bytes(self, kv: KVState) -> int:
+        """Bytes of the last lowering while another engine's count still reads as it did then."""
+        return self._answered[1] if not self._shared and self._answered and self._answered[0] == kv else 0
+
+    def _raising(self, kv: KVState, *, due: bool) -> Plan | None:
+        """A raise that leaves free blocks above the reload threshold, None while it is being planned.
+
+        Where there is nothing to raise the queue is refreshed when it is due, or no longer fits the widths.
+        """
         available = self._raise_bytes(kv, self._config.reload_free_blocks)
         if available <= 0 or self._table.at_parent_width:
-            return self._lowering(kv) if due else _NOTHING
+            self._take_refreshed()
+            stale = self._worker.background and self._queue_version != self._table.version
+            if stale or (due and self._table.step - self._refreshed_at >= self._wait_steps(kv)):
+                self._refresh_queue(kv)
+            return _NOTHING
         self._note_refused()
-        seen = self._table.snapshot()
-        seen.busy[list(self._no_room)] = True
-        plan = plan_raise(seen, self._observe(seen, kv), self._policy, available)
-        self._asked = self._within(plan.transitions, kv)
-        if not self._asked:
+        asked = self._worker.ask(("raise", self._table.version), lambda: self._raise_call(kv, available))
+        if asked is None:
+            return None
+        *made_for, plan = asked
+        if self._trace is not None:
+            self._trace.raised(*made_for, plan)
+        self._asked = self._within(plan.transitions, kv, available)
+        if self._asked:
+            self._answered = None
+        else:
             self._no_room.clear()
         return plan._replace(transitions=self._asked)
+
+    def _raise_call(self, kv: KVState, available: int) -> Callable[[], tuple]:
+        seen = self._table.snapshot()
+        seen.busy[list(self._no_room)] = True
+        observation, policy = self.observe(seen, kv), self._policy
+        return lambda: (seen, observation, available, plan_raise(seen, observation, policy, available))
+
+    def _wait_steps(self, kv: KVState) -> int:
+        """Boundaries that statistics and queue may be old: the nearer pressure is, the fewer."""
+        periods = min(max(1, kv.headroom_blocks // self._config.reload_free_blocks), _LONGEST_WAIT_PERIODS)
+        return periods * self._config.plan_period_steps
+
+    def _refresh_queue(self, kv: KVState) -> None:
+        self._refreshed_at = self._table.step
+        key = ("queue", self._table.version)
+        refreshed = self._worker.ask(key, lambda: self._refresh_call(kv))
+        if refreshed is not None:
+            self._adopt_refreshed(refreshed)
+
+    def _refresh_call(self, kv: KVState) -> Callable[[], tuple]:
+        seen, queue = self._table.snapshot(), self._queue
+        observation, policy = self.observe(seen, kv), self._policy
+        return lambda: (queue, seen, observation, *plan_step(seen, observation, policy, queue))
+
+    def _take_refreshed(self, *, wait: bool = False) -> None:
+        refreshed = self._worker.take(("queue", self._table.version), wait=wait)
+        if refreshed is not None:
+            self._adopt_refreshed(refreshed)
+
+    def _adopt_refreshed(self, refreshed: tuple) -> None:
+        """A refreshed queue replaces the one that it was made from; one made from an older queue is too late."""
+        made_from, seen, observation, queue, plan = refreshed
+        if made_from is self._queue:
+            self._adopt(queue)
+            if self._trace is not None:
+                self._trace.lowered(seen, observation, plan)
+
+    def _adopt(self, queue: Queue) -> None:
+        self._queue, self._queue_version = queue, self._table.version
+        self._refreshed_at = self._table.step
 
     def _note_refused(self) -> None:
         """Rows of the last raise for which the pager found no run of frames let others try, until none is left."""
@@ -107,8 +256,8 @@ class Planning:
         loadable = self._config.max_loading_bytes - self._pager.loading_bytes
         return min(kv.bytes_above(threshold_blocks + self._forecast_blocks), self._arena.free_bytes, loadable)
 
-    def _within(self, raising: tuple[Transition, ...], kv: KVState) -> tuple[Transition, ...]:
-        """The raises that fit while old tables stay beside the new ones, until the new ones are in use.
+    def _within(self, raising: tuple[Transition, ...], kv: KVState, available: int) -> tuple[Transition, ...]:
+        """The raises that fit what is available now, also while old tables stay beside the new ones until these serve.
 
         For that short time they may take blocks below the reload threshold, as long as that is no pressure.
         """
@@ -116,21 +265,11 @@ class Planning:
         kept = []
         for transition, old_table in zip(raising, self._table.slot_bytes(_rows(raising)).tolist(), strict=True):
             needed = transition.bytes + old_table
-            if needed <= room:
+            if needed <= room and transition.bytes <= available:
                 kept.append(transition)
                 room -= needed
+                available -= transition.bytes
         return tuple(kept)
-
-    def _observe(self, seen: TableSnapshot, kv: KVState) -> Observation:
-        return observe(
-            seen,
-            kv,
-            self._config.offload_free_blocks,
-            self._signals.refresh(wait=self._config.deterministic),
-            in_flight_bytes=self._pager.releasing_bytes,
-            forecast_blocks=self._forecast_blocks,
-            limits=Limits(dwell_steps=self._config.min_dwell_steps, raise_bytes=self._config.max_loading_bytes),
-        )
 
     def _state_above_pressure(self, kv: KVState) -> str:
         """Pressure is over only above the reload threshold, as movement has it: no change of state at every block."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagedweight.layout import BlockId
+from pagedweight.layout import BlockId, Projection
 from pagedweight.runtime.kv import KVState
 from pagedweight.runtime.pager import Moves, Pager
 from pagedweight.runtime.table import PageState, PageTable
@@ -77,3 +77,11 @@ def explain_row(table: PageTable, row: int, block: BlockId) -> str:
         f"{block}: {seen.committed[row]} bits committed, {seen.desired[row]} desired, {held} bytes, "
         f"changed {seen.since[row]} boundaries ago, planes {states}"
     )
+
+
+def block_named(layer: int, expert: int | None, projection: Projection | str | None) -> BlockId:
+    """The linear-block of these names; KeyError when the projection is none."""
+    for known in Projection:
+        if projection in (known, known.label):
+            return BlockId(layer, expert, known)
+    raise KeyError(f"projection {projection!r}: a linear-block is gate_up or down")

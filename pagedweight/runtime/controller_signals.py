@@ -14,29 +14,78 @@ class SignalReader:
     """The newest statistics that have reached the host. On the CPU that is now; on CUDA some boundaries ago.
 
     request_kv: (R_s,) what each request slot holds of the KV cache, in any unit; None weighs slots with tokens alike.
+    rho_bounds: the policy's clipping bounds, for requests without their own.
     """
 
-    def __init__(self, stats: RoutingStats | None, engine: TransferEngine, *, log_features: bool) -> None:
+    def __init__(
+        self,
+        stats: RoutingStats | None,
+        engine: TransferEngine,
+        *,
+        log_features: bool,
+        rho_bounds: tuple[float, float] = (-1.0, 1.0),
+    ) -> None:
         self._stats = stats
         self._engine = engine
         self._log_features = log_features
+        self._policy_bounds = rho_bounds
         self._latest: Signals | None = None
         self._coming: tuple[Signals, Ticket] | None = None
+        self._confidence: dict[int, float] = {}
+        self._rho_bounds: dict[int, tuple[float, float]] = {}
         self.request_kv: np.ndarray | None = None
+
+    def set_request(self, slot: int, confidence: float, rho_bounds: tuple[float, float] | None) -> None:
+        """What is known of the request in a slot from now on. ValueError for no slot, share or order."""
+        slots = 0 if self._stats is None else len(self._stats.mass)
+        if not 0 <= slot < slots:
+            raise ValueError(f"request slot {slot} does not exist; statistics have {slots}: raise max_requests")
+        if not 0 <= confidence <= 1:
+            raise ValueError(f"confidence is {confidence}; it is a share, from 0 to 1")
+        if rho_bounds is not None and not rho_bounds[0] <= rho_bounds[1]:
+            raise ValueError(f"rho_bounds are {rho_bounds}; give the lower bound first")
+        self._confidence[slot] = confidence
+        self._rho_bounds.pop(slot, None)
+        if rho_bounds is not None:
+            self._rho_bounds[slot] = rho_bounds
+
+    def forget_requests(self, slots: int) -> None:
+        """New requests come into the first slots: what was known of those there before is gone."""
+        for slot in range(slots):
+            self._confidence.pop(slot, None)
+            self._rho_bounds.pop(slot, None)
+
+    def latest(self, *, wait: bool = False) -> Signals | None:
+        """The newest that have landed; the first time they are asked for now, so that there are some at all."""
+        self._take_landed(wait)
+        return self.refresh(wait=wait) if self._latest is None else self._latest
 
     def refresh(self, *, wait: bool = False) -> Signals | None:
         """Ask for the current statistics unless a request is under way; returns the newest landed, None at first."""
         self._take_landed(wait)
         if self._coming is None and self._stats is not None:
-            merged = merge_requests(self._stats, self._request_kv(), log_features=self._log_features)
+            known = self._to_device(self.request_kv), self._confidences(), self._bounds()
+            merged = merge_requests(self._stats, *known, log_features=self._log_features)
             self._coming = Signals(*map(_to_host, merged)), self._engine.fence()
             self._take_landed(wait)
         return self._latest
 
-    def _request_kv(self) -> torch.Tensor | None:
-        if self.request_kv is None:
+    def _confidences(self) -> torch.Tensor | None:
+        if not self._confidence:
             return None
-        held = torch.from_numpy(self.request_kv)
+        slots = range(len(self._stats.mass))
+        return self._to_device(np.array([self._confidence.get(slot, 1.0) for slot in slots], dtype=np.float32))
+
+    def _bounds(self) -> torch.Tensor | None:
+        if not self._rho_bounds:
+            return None
+        of_slots = [self._rho_bounds.get(slot, self._policy_bounds) for slot in range(len(self._stats.mass))]
+        return self._to_device(np.array(of_slots, dtype=np.float32))
+
+    def _to_device(self, values: np.ndarray | None) -> torch.Tensor | None:
+        if values is None:
+            return None
+        held = torch.from_numpy(values)
         device = self._stats.mass.device
         return held if device.type == "cpu" else held.pin_memory().to(device, non_blocking=True)
 
@@ -50,8 +99,8 @@ class SignalReader:
             self._latest, self._coming = signals, None
 
 
-def _to_host(values: torch.Tensor) -> torch.Tensor:
+def _to_host(values: torch.Tensor | None) -> torch.Tensor | None:
     """A host copy that is complete once a later fence is done."""
-    if values.device.type == "cpu":
+    if values is None or values.device.type == "cpu":
         return values
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

@@ -63,18 +63,21 @@ class Signals(NamedTuple):
 
     mass: (L, E), Eq. (1). routed: (L,), routed tokens behind it: as many from one request would tell as much.
     features: (L, E, 2, 3), phi as heads read it. confidence: (L, E), from 0 to 1.
+    rho_bounds: (2,), clipping bounds of Eq. (6), None where no request has its own.
     """
 
     mass: torch.Tensor
     routed: torch.Tensor
     features: torch.Tensor
     confidence: torch.Tensor
+    rho_bounds: torch.Tensor | None = None
 
 
 def merge_requests(
     stats: RoutingStats,
     kv_blocks: torch.Tensor | None = None,
     request_confidence: torch.Tensor | None = None,
+    request_rho_bounds: torch.Tensor | None = None,
     *,
     log_features: bool = False,
 ) -> Signals:
@@ -82,6 +85,7 @@ def merge_requests(
 
     kv_blocks: (R_s,) blocks held by each request slot, 0 for a free slot; None weighs slots with tokens alike.
     request_confidence: (R_s,) from 0 to 1, how far each request's features are trusted; None for 1.
+    request_rho_bounds: (R_s, 2), each request's clipping bounds; None for the policy's everywhere.
     Residual heads are linear, so averaging features is averaging residuals. A request without a token in some layer
     or expert has no signal there: the others' weights are renormalised, and confidence falls by its share.
     """
@@ -107,7 +111,8 @@ def merge_requests(
     weight = seen.float() * share
     merged_features = (weight[..., None, None] * phi).sum(0) / weight.sum(0).clamp_min(1e-30)[..., None, None]
     trusted = weight if request_confidence is None else weight * request_confidence.to(mass)[:, None, None]
-    return Signals(merged_mass, routed, merged_features, trusted.sum(0))
+    bounds = None if request_rho_bounds is None else (share[:, 0, 0, None] * request_rho_bounds.to(mass)).sum(0)
+    return Signals(merged_mass, routed, merged_features, trusted.sum(0), bounds)
 
 
 def request_features(mass: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
@@ -122,11 +127,12 @@ def observe(
 ) -> Observation:
     """The Observation of one step; signals (None before any token) are copied to the host, which waits for them.
 
-    rest: Observation's other fields (in_flight_bytes, forecast_blocks, limits, rho_bounds).
+    rest: Observation's other fields (in_flight_bytes, forecast_blocks, limits).
     """
     if signals is None:
         return Observation(kv, threshold_blocks, **rest)
-    mass, routed, features, confidence = (t.detach().to("cpu", torch.float64).numpy() for t in signals)
+    mass, routed, features, confidence = (t.detach().to("cpu", torch.float64).numpy() for t in signals[:4])
+    bounds = None if signals.rho_bounds is None else tuple(signals.rho_bounds.tolist())
     return Observation(
         kv,
         threshold_blocks,
@@ -134,6 +140,7 @@ def observe(
         routed=routed,
         features=features[table.layer, table.expert, table.projection],
         confidence=confidence[table.layer, table.expert],
+        rho_bounds=bounds,
         **rest,
     )
 

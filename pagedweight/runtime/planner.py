@@ -5,6 +5,8 @@ Everything here is a pure function of the page table, one step's observation, th
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from pagedweight.policy import Policy
@@ -24,7 +26,16 @@ from pagedweight.runtime.planner_scores import canonical, committed_index, lowes
 from pagedweight.runtime.planner_stages import largest_release, plans_for_targets
 from pagedweight.runtime.table_view import TableSnapshot
 
-__all__ = ["EMPTY_PLAN", "Plan", "Queue", "initial_bits", "plan_raise", "plan_step", "release_target_bytes"]
+__all__ = [
+    "EMPTY_PLAN",
+    "Plan",
+    "Queue",
+    "initial_bits",
+    "plan_from_queue",
+    "plan_raise",
+    "plan_step",
+    "release_target_bytes",
+]
 
 
 def plan_step(table: TableSnapshot, observation: Observation, policy: Policy, queue: Queue) -> tuple[Queue, Plan]:
@@ -50,6 +61,32 @@ def plan_step(table: TableSnapshot, observation: Observation, policy: Policy, qu
         best = select_best_plan(queue.plans, scores, table, observation, policy, target, strictest) or best
     moves = transitions(table, best.start, best.reached(), names)
     return queue, Plan(moves, best.damage, best.released_bytes, max(0, target - best.released_bytes))
+
+
+def plan_from_queue(table: TableSnapshot, observation: Observation, policy: Policy, queue: Queue) -> Plan | None:
+    """Lines 10 to 13 of Algorithm 1 alone: Pi for the present target from the queue as it is, in a fraction of a step.
+
+    Queued plans are prefixes of their steps, so each serves every target up to its own. None when no plan of the queue
+    starts from the present widths and provides the target, or a damage limit is set: then plan_step has to be asked.
+    """
+    table, observation, _, names = canonical(table, observation, policy)
+    target = release_target_bytes(table, observation)
+    if target == 0:
+        return EMPTY_PLAN
+    if observation.limits.damage < math.inf:
+        return None
+    committed = committed_index(table)
+    for plan in sorted(queue.plans, key=lambda plan: (plan.stage, plan.level, -plan.made_at)):
+        count = plan.steps.meeting(target)
+        released, damage = plan.steps.totals(count)
+        if released < target or not (plan.start == committed).all():
+            continue
+        if plan.whole:
+            return None
+        reached = plan.steps.reached(plan.start, count)
+        if not table.busy[reached != plan.start].any():
+            return Plan(transitions(table, plan.start, reached, names), damage, released, 0)
+    return None
 
 
 def release_target_bytes(table: TableSnapshot, observation: Observation) -> int:

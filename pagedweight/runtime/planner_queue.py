@@ -38,6 +38,7 @@ class QueuedPlan(NamedTuple):
 
     stage, level: bitwidth-floor stage and depth-cap level that it was made under. target_bytes: what it was made for.
     start: (R,) width index of every row then. made_at: the queue's step number then.
+    whole: its steps are in no order of price, so that it is good for all of them or none.
     """
 
     stage: int
@@ -47,6 +48,7 @@ class QueuedPlan(NamedTuple):
     start: np.ndarray
     steps: Steps
     change: Change
+    whole: bool = False
 
     @property
     def released_bytes(self) -> int:

@@ -124,6 +124,14 @@ def parent_damage(table: TableSnapshot, observation: Observation, policy: Policy
     return transition_damage(table, observation, policy, routing, parent)
 
 
+def damage_now_and_at_floor(
+    table: TableSnapshot, observation: Observation, policy: Policy
+) -> tuple[np.ndarray, np.ndarray]:
+    """(R,) twice: every row's predicted damage against the parent width, as it is and at the floor."""
+    damage = parent_damage(table, observation, policy)
+    return at_width(damage, committed_index(table)), damage[0]
+
+
 def lowest_index(
     scores: Scores, table: TableSnapshot, observation: Observation, policy: Policy, stage: int, level: int
 ) -> np.ndarray:

@@ -46,7 +46,7 @@ def plans_for_targets(
         greedy_bytes, _ = steps.totals(affordable)
 
         def queued(target: int, change: Change) -> QueuedPlan:
-            return QueuedPlan(stage, level, target, made_at, scores.committed, steps, change)  # noqa: B023
+            return QueuedPlan(stage, level, target, made_at, scores.committed, steps, change, everything)  # noqa: B023
 
         for target in [target for target in waiting if target <= greedy_bytes and target != urgent]:
             count = steps.meeting(target)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple, TextIO
 
 import numpy as np
@@ -18,10 +19,10 @@ import numpy as np
 from pagedweight.policy import Policy
 from pagedweight.runtime.kv import KVState
 from pagedweight.runtime.observe import Limits, Observation
-from pagedweight.runtime.planner import Plan, Queue, plan_raise, plan_step
+from pagedweight.runtime.planner import Plan, Queue, plan_from_queue, plan_raise, plan_step
 from pagedweight.runtime.table_view import TableSnapshot, Transition
 
-TRACE_VERSION = 2
+TRACE_VERSION = 3
 _FIXED = ("bytes", "layer", "expert", "projection")
 _SIGNALS = ("mass", "routed", "features", "confidence")
 _CHANGING = ("committed", "desired", "busy", "since")
@@ -32,7 +33,7 @@ class Replayed(NamedTuple):
 
     step: int
     recorded: Plan
-    replayed: Plan
+    replayed: Plan | None
 
     @property
     def same(self) -> bool:
@@ -40,7 +41,12 @@ class Replayed(NamedTuple):
 
 
 class TraceWriter:
-    """Appends planner steps to a text file that the caller opened and closes."""
+    """Appends planner steps to a text file, in the order in which their queues follow each other."""
+
+    @classmethod
+    def to(cls, path: str | Path, table: TableSnapshot, policy: Policy) -> TraceWriter:
+        """A trace in a new file; every line is on disk when it is written. OSError when there can be none."""
+        return cls(open(path, "w", buffering=1, encoding="utf-8"), table, policy)
 
     def __init__(self, file: TextIO, table: TableSnapshot, policy: Policy) -> None:
         self._file = file
@@ -55,9 +61,16 @@ class TraceWriter:
         """Record a plan_step, also one whose plan is empty: its queue matters to later ones."""
         self._write(verb="lower", **_seen(table, observation), plan=plan)
 
+    def chosen(self, table: TableSnapshot, observation: Observation, plan: Plan) -> None:
+        """Record a plan_from_queue that found one."""
+        self._write(verb="choose", **_seen(table, observation), plan=plan)
+
     def raised(self, table: TableSnapshot, observation: Observation, available_bytes: int, plan: Plan) -> None:
         """Record a plan_raise."""
         self._write(verb="raise", **_seen(table, observation), available_bytes=int(available_bytes), plan=plan)
+
+    def close(self) -> None:
+        self._file.close()
 
     def _write(self, **record: object) -> None:
         self._file.write(json.dumps(record) + "\n")
@@ -79,6 +92,8 @@ def replay(lines: Iterable[str], policy: Policy) -> Iterator[Replayed]:
         observation = _observation(record["observation"])
         if record["verb"] == "raise":
             plan = plan_raise(table, observation, policy, record["available_bytes"])
+        elif record["verb"] == "choose":
+            plan = plan_from_queue(table, observation, policy, queue)
         else:
             queue, plan = plan_step(table, observation, policy, queue)
         moves, *rest = record["plan"]

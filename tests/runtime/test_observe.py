@@ -61,14 +61,16 @@ def test_features_are_weighted_mean_rms_and_largest_norm(seed: int) -> None:
 
 @given(st.integers(0, 1000))
 def test_requests_are_averaged_by_kv_usage(seed: int) -> None:
-    """Masses, residuals and confidence; a linear head of averaged features is the average of the heads."""
+    """Masses, residuals, confidence, bounds; a linear head of averaged features is the average of the heads."""
     stats, _ = routed(3, seed)
     kv_blocks, confidence = torch.tensor([5.0, 1.0, 2.0]), torch.tensor([1.0, 0.5, 0.25])
-    merged = merge_requests(stats, kv_blocks, confidence)
+    bounds = torch.tensor([[-1.0, 1.0], [-0.5, 2.0], [0.0, 0.0]])
+    merged = merge_requests(stats, kv_blocks, confidence, bounds)
     alone = [merge_requests(RoutingStats(*(t[r : r + 1] for t in stats))) for r in range(3)]
     usage = kv_blocks / kv_blocks.sum()
     assert torch.allclose(merged.mass, sum(w * a.mass for w, a in zip(usage, alone, strict=True)), rtol=1e-5)
     assert torch.allclose(merged.confidence, (usage * confidence).sum().expand(LAYERS, EXPERTS), rtol=1e-5)
+    assert torch.allclose(merged.rho_bounds, usage @ bounds, rtol=1e-5)
     w, a = np.array([0.3, -0.2, 0.1]), 0.7
     rho = [log_residual(w, a, np.moveaxis(s.features.double().numpy(), -1, 0)) for s in (merged, *alone)]
     assert np.allclose(rho[0], np.tensordot(usage.double().numpy(), rho[1:], axes=1), rtol=1e-5)
@@ -89,13 +91,13 @@ def test_a_free_slot_counts_for_nothing() -> None:
     stats, _ = routed(2, 4)
     stats.mass[1], stats.features[1] = 0.0, 0.0
     alone = RoutingStats(*(t[:1] for t in stats))
-    for got, expected in zip(merge_requests(stats), merge_requests(alone), strict=True):
+    for got, expected in zip(merge_requests(stats)[:4], merge_requests(alone)[:4], strict=True):
         assert torch.equal(got, expected)
 
 
 def test_case_44_no_token_at_all_stays_finite() -> None:
     merged = merge_requests(RoutingStats.zeros(2, LAYERS, EXPERTS), torch.zeros(2))
-    assert all((t == 0).all() for t in merged)
+    assert all((t == 0).all() for t in merged[:4])
 
 
 @pytest.mark.parametrize("log_features", [False, True])
@@ -105,7 +107,7 @@ def test_case_40_what_is_not_finite_is_not_seen(log_features: bool) -> None:
     stats.features[1, 0, 2, 0, 1] = torch.nan
     stats.mass[1, 1, 3] = torch.inf
     merged = merge_requests(stats, log_features=log_features)
-    assert all(torch.isfinite(t).all() for t in merged)
+    assert all(torch.isfinite(t).all() for t in merged[:4])
     assert torch.allclose(merged.confidence[0, 2], torch.tensor(0.5))
     assert torch.equal(merged.features[0, :2], clean.features[0, :2])
 
