@@ -82,9 +82,7 @@ class PagedModel:
         cost, and what 1 GiB more would free or restore; without one, what the runtime is doing and why."""
         return self._runtime.explain(layer, expert, projection)
 
-    def set_request(
-        self, slot: int, *, confidence: float = 1.0, rho_bounds: tuple[float, float] | None = None
-    ) -> None:
+    def set_request(self, slot: int, *, confidence: float = 1.0, rho_bounds: tuple[float, float] | None = None) -> None:
         """How far the prompt residuals of the request in a slot are trusted (0 to 1), and their clipping bounds, until
         another request comes into the slot."""
         self._runtime.set_request(slot, confidence=confidence, rho_bounds=rho_bounds)
