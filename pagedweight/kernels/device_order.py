@@ -103,7 +103,7 @@ def to_device_order(planes: torch.Tensor, geometry: PlaneGeometry) -> torch.Tens
     pages = np.zeros((len(flat), geometry.frames * geometry.frame_bytes), np.uint8)
     for page, plane in zip(pages, flat, strict=True):
         _fill_frames(page, plane, geometry)
-    return torch.from_numpy(pages).reshape(*planes.shape[:-2], -1)
+    return torch.from_numpy(pages).reshape(*planes.shape[:-2], pages.shape[1])
 
 
 def from_device_order(pages: torch.Tensor, geometry: PlaneGeometry) -> torch.Tensor:
