@@ -26,7 +26,7 @@ import pagedweight
 from pagedweight.bitplane import dequantize
 from pagedweight.checkpoint import Checkpoint
 from pagedweight.discovery import find_experts
-from pagedweight.layout import BlockId, PackedBlock, Projection
+from pagedweight.layout import BlockId, PackedBlock
 
 VOCABULARY = 128
 COMMON = {
@@ -144,16 +144,23 @@ class DenseReference:
         checkpoint = Checkpoint.open(folder)
         self.layout = checkpoint.layout
         self._blocks: list[tuple[BlockId, PackedBlock]] = [(b, checkpoint.block(b)) for b in self.layout.blocks()]
-        self._modules = {experts.shape.layer: experts.module for experts in find_experts(model)}
+        self._experts = {experts.shape.layer: experts for experts in find_experts(model)}
+        self._weights = {
+            layer: tuple(weight.float().clone() for weight in experts.weights())
+            for layer, experts in self._experts.items()
+        }
         self._at = np.zeros(len(self._blocks), dtype=np.int64)
 
     @torch.no_grad()
     def set_bits(self, bits: np.ndarray | int) -> PreTrainedModel:
         """The model with every linear-block at its width."""
         wanted = np.broadcast_to(bits, self._at.shape)
+        changed = set()
         for row in np.flatnonzero(wanted != self._at):
             (layer, expert, projection), packed = self._blocks[row]
-            name = "gate_up_proj" if projection is Projection.GATE_UP else "down_proj"
-            getattr(self._modules[layer], name)[expert] = dequantize(packed, int(wanted[row]))
+            self._weights[layer][projection][expert] = dequantize(packed, int(wanted[row]))
+            changed.add(layer)
+        for layer in changed:
+            self._experts[layer].put_weights(*(weight.clone() for weight in self._weights[layer]))
         self._at = wanted.copy()
         return self.model
