@@ -63,7 +63,8 @@ class PagedModel:
         engine = _engine(self.arena)
         self._runtime = Runtime(self.layout, store.host, self.arena, policy, config, engine, gauge, self.stats)
         if self.kv is not None:
-            self.kv.make_room = self._runtime.ensure_bytes
+            self.kv.draw_on(self._runtime)
+            self._runtime.follow_kv(self.kv.follow)
         self._model_config = model_config
 
     @property

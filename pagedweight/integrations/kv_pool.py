@@ -60,9 +60,9 @@ class FrameHoldings:
     def frames(self) -> int:
         return int(np.count_nonzero(self._held))
 
-    def take(self, count: int) -> np.ndarray:
-        """int64 (count,) ids of frames now held. Raises OutOfFrames."""
-        frames = self._arena.allocate(count, KV_OWNER)
+    def take(self, count: int, allocate: Callable[[int], np.ndarray]) -> np.ndarray:
+        """int64 (count,) ids of frames now held. Raises what allocate(count) does."""
+        frames = allocate(count)
         self._held[frames] = True
         return frames
 
@@ -85,12 +85,23 @@ class FrameHoldings:
                 follower.follow(sources, targets)
 
 
+class Weights(Protocol):
+    """Expert weights in the same arena, which give bytes up when asked."""
+
+    def ensure_bytes(self, wanted_bytes: int) -> None:
+        """Make bytes free. Raises OutOfFrames."""
+        ...
+
+    def allocate_kv(self, frames: int) -> np.ndarray:
+        """int64 ids of frames for KV. Raises OutOfFrames."""
+        ...
+
+
 class KVPool:
     """Where the caches of one model take their frames.
 
     A block is block_tokens tokens of one sequence over all layers, in whole frames: B_KV = block_frames * frame_bytes.
     layers: (K shape, V shape) of every layer; None where a layer keeps no cache of its own.
-    make_room: makes the bytes it is given free in the arena or raises OutOfFrames; asked when too few are.
     """
 
     def __init__(
@@ -98,14 +109,17 @@ class KVPool:
         arena: Arena,
         layers: Sequence[tuple[SlabShape, SlabShape] | None],
         block_tokens: int,
-        make_room: Callable[[int], None] | None = None,
     ) -> None:
         self.arena = arena
         self.layers = tuple(layers)
         self.block_frames = block_frames(self.layers, arena.frame_bytes, block_tokens)
-        self.make_room = make_room
+        self._weights: Weights | None = None
         self._abandoned: deque[FrameHoldings] = deque()
         self._holdings: WeakSet[FrameHoldings] = WeakSet()
+
+    def draw_on(self, weights: Weights) -> None:
+        """From now on, what is not free is taken from the expert weights."""
+        self._weights = weights
 
     def new_holdings(self) -> FrameHoldings:
         """For a new cache."""
@@ -138,18 +152,23 @@ class KVPool:
 
     def take(self, holdings: FrameHoldings, count: int) -> np.ndarray:
         """int64 (count,) ids of frames for the holdings, made free first if need be. Raises OutOfFrames."""
-        self.make_free(count)
-        return holdings.take(count)
+        self.collect()
+        return holdings.take(count, self._allocate)
 
     def make_free(self, count: int) -> None:
         """See to it that so many frames are free. Raises OutOfFrames, and no cache is changed."""
         self.collect()
-        if count > self.arena.free_frames and self.make_room is not None:
-            self.make_room(count * self.arena.frame_bytes)
+        if count > self.arena.free_frames and self._weights is not None:
+            self._weights.ensure_bytes(count * self.arena.frame_bytes)
         if count > self.arena.free_frames:
             raise OutOfFrames(
                 f"{count} frames of {self.arena.frame_bytes} bytes wanted, {self.arena.free_frames} are free"
             )
+
+    def _allocate(self, count: int) -> np.ndarray:
+        if self._weights is not None:
+            return self._weights.allocate_kv(count)
+        return self.arena.allocate(count, KV_OWNER)
 
 
 def sequence_frames(layers: Sequence[tuple[SlabShape, SlabShape] | None], frame_bytes: int, tokens: int) -> int:

@@ -7,6 +7,7 @@ taken when a sequence grows into them and found again through a small index, as 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import numpy as np
@@ -144,7 +145,10 @@ def grow(pool: KVPool, holdings: FrameHoldings, spans: Sequence[Span], batch: in
     if not any(counts):
         return
     frames = pool.take(holdings, sum(counts))
-    index = on_device(frames, pool.arena.memory.device)
+    with ExitStack() as on_error:
+        on_error.callback(holdings.give, frames)
+        index = on_device(frames, pool.arena.memory.device)
+        on_error.pop_all()
     first = 0
     for (slab, start, _), count in zip(spans, counts, strict=True):
         if count:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from pagedweight.layout import BlockId, BlockTables, Layout, Projection, RoutingStats
@@ -10,11 +12,13 @@ from pagedweight.runtime.config import RuntimeConfig
 from pagedweight.runtime.controller_limits import cheapest_to_drop, limits_of
 from pagedweight.runtime.controller_plan import Planning
 from pagedweight.runtime.controller_report import RuntimeSnapshot, block_named, explain_row, take_snapshot
+from pagedweight.runtime.controller_rescue import Allocated, Rescue
 from pagedweight.runtime.controller_signals import SignalReader
 from pagedweight.runtime.frames import KV_OWNER, Arena, OutOfFrames
 from pagedweight.runtime.kv import ArenaGauge, KVGauge, KVState
 from pagedweight.runtime.observe import Observation
 from pagedweight.runtime.pager import Pager
+from pagedweight.runtime.pager_room import KVMoved
 from pagedweight.runtime.pages import HostPages
 from pagedweight.runtime.planner import initial_bits
 from pagedweight.runtime.planner_explain import explain
@@ -22,8 +26,6 @@ from pagedweight.runtime.planner_trace import TraceWriter
 from pagedweight.runtime.table import PageTable
 from pagedweight.runtime.table_view import TableSnapshot, Transition
 from pagedweight.runtime.transfer import TransferEngine
-
-_RESCUES_PER_ALLOCATION = 3
 
 
 class Runtime:
@@ -72,6 +74,7 @@ class Runtime:
         self._kv: KVState | None = None
         self._paused = False
         self._closed = False
+        self._rescue = Rescue(arena, self._release, lambda: not self._paused)
         self._rescue_order = cheapest_to_drop(policy, host.sizes.resident_bytes())
         self._place()
 
@@ -182,40 +185,21 @@ class Runtime:
 
     def ensure_bytes(self, wanted_bytes: int) -> None:
         """Make bytes free in the arena now, down to the floor width if need be. Raises OutOfFrames when impossible."""
-        before = self.arena.free_bytes
-        free = self._rescue(wanted_bytes)
-        if free < wanted_bytes and self._paused:
-            raise OutOfFrames(
-                f"{wanted_bytes} bytes wanted and {free} are free; nothing is released while widths are held or after "
-                "close: free some KV cache or hold fewer bits"
-            )
-        if free < wanted_bytes:
-            raise OutOfFrames(
-                f"{wanted_bytes} bytes wanted: {before} were free, {free - before} more were released, "
-                f"{wanted_bytes - free} are missing with every linear-block at its floor; "
-                "free some KV cache or raise the budget"
-            )
+        self._rescue.ensure(wanted_bytes)
+
+    def allocating(self, allocate: Callable[[], Allocated], wanted_bytes: int) -> Allocated:
+        """What allocate() returns; when it raises OutOfFrames or torch.OutOfMemoryError, weights give bytes up and it
+        is tried again, a bounded number of times. Raises OutOfFrames that says what was released and what is missing.
+        """
+        return self._rescue.allocating(allocate, wanted_bytes)
 
     def allocate_kv(self, frames: int) -> np.ndarray:
         """int64 ids of frames for the KV cache, taken from the weights if need be. Raises OutOfFrames."""
-        if frames > self.arena.free_frames:
-            self.ensure_bytes(frames * self.arena.frame_bytes)
-        return self.arena.allocate(frames, KV_OWNER)
+        return self.allocating(lambda: self.arena.allocate(frames, KV_OWNER), frames * self.arena.frame_bytes)
 
-    def allocate_kv_run(self, frames: int) -> int:
-        """First id of contiguous frames for the KV cache. Raises OutOfFrames."""
-        wanted_bytes = frames * self.arena.frame_bytes
-        for attempt in range(_RESCUES_PER_ALLOCATION):
-            try:
-                return self.arena.allocate_run(frames, KV_OWNER)
-            except OutOfFrames:
-                # Free frames need not lie together: each attempt asks for more than the last.
-                self._rescue(max(wanted_bytes, self.arena.free_bytes + (wanted_bytes << attempt)))
-        return self.arena.allocate_run(frames, KV_OWNER)
-
-    def free_kv(self, frames: np.ndarray) -> None:
-        """Give KV frames back; whatever reuses them is ordered after the forwards launched so far."""
-        self.arena.free(frames)
+    def follow_kv(self, moved: KVMoved) -> None:
+        """From now on boundaries may move KV frames within the arena; `moved` is told the old ids and the new."""
+        self._pager.follow_kv(moved)
 
     def check(self) -> None:
         """Assert the invariants of arena and page table."""
@@ -272,9 +256,9 @@ class Runtime:
     def _make_room(self, kv: KVState | None) -> None:
         """The coming forward's blocks, where they come from the arena; what cannot be had, its allocation reports."""
         if kv is not None and kv.pending_blocks and isinstance(self._gauge, ArenaGauge):
-            self._rescue(kv.pending_blocks * kv.block_bytes)
+            self._release(kv.pending_blocks * kv.block_bytes)
 
-    def _rescue(self, wanted_bytes: int) -> int:
+    def _release(self, wanted_bytes: int) -> int:
         if self._paused or wanted_bytes <= self.arena.free_bytes:
             return self.arena.free_bytes
         return self._pager.rescue(wanted_bytes, self._planning.within_limits(self._rescue_order))

@@ -253,14 +253,27 @@ def test_a_dropped_cache_gives_its_frames_back_at_the_next_collect(model: PreTra
     pool.arena.check()
 
 
+class NothingLeft:
+    """Weights that are at their floor already."""
+
+    def __init__(self) -> None:
+        self.asked_frames: list[int] = []
+
+    def ensure_bytes(self, wanted_bytes: int) -> None:
+        raise OutOfFrames("nothing left")
+
+    def allocate_kv(self, frames: int) -> np.ndarray:
+        self.asked_frames.append(frames)
+        raise OutOfFrames("nothing left")
+
+
 def test_a_full_arena_asks_for_room_once_and_takes_nothing_when_there_is_none(model: PreTrainedModel) -> None:
-    asked = []
-    pool = make_pool(model, frames=8)
-    pool.make_room = asked.append
+    pool, weights = make_pool(model, frames=8), NothingLeft()
+    pool.draw_on(weights)
     cache = ArenaCache(pool, model.config)
-    with pytest.raises(OutOfFrames, match="8 are free"):
+    with pytest.raises(OutOfFrames, match="nothing left"):
         cache.reserve(2, 64)
-    assert asked == [cache.missing_frames(2, 64) * FRAME_BYTES]
+    assert weights.asked_frames == [cache.missing_frames(2, 64)]
     assert pool.arena.free_frames == 8
     assert cache.get_seq_length() == 0
 

@@ -56,7 +56,7 @@ class Load:
     def end(self, sequences: list[list[np.ndarray]]) -> None:
         for blocks in sequences:
             for frames in blocks:
-                self.runtime.free_kv(frames)
+                self.runtime.arena.free(frames)
         gone = set(map(id, sequences))
         self.sequences = [sequence for sequence in self.sequences if id(sequence) not in gone]
 

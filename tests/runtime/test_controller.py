@@ -51,7 +51,7 @@ def test_kv_takes_every_byte_down_to_the_floor_and_gives_them_back():
     with pytest.raises(OutOfFrames, match="missing"):
         runtime.allocate_kv(BLOCK_FRAMES)
     for ids in blocks:
-        runtime.free_kv(ids)
+        runtime.arena.free(ids)
         runtime.boundary()
         check(model, runtime)
     for _ in range(20):
@@ -142,20 +142,50 @@ def test_case_84_space_that_was_seen_is_gone_when_it_is_asked_for():
     with pytest.raises(OutOfFrames, match=r"were free, .* released, .* missing"):
         runtime.allocate_kv(300)
     check(model, runtime)
-    runtime.free_kv(thief)
-    runtime.free_kv(ids)
+    runtime.arena.free(thief)
+    runtime.arena.free(ids)
 
 
-def test_a_contiguous_slab_is_found_by_dropping_more_than_its_size():
+@pytest.mark.parametrize("shortage", [OutOfFrames, torch.OutOfMemoryError])
+def test_an_allocation_that_fails_is_tried_again_after_weights_gave_bytes_up(shortage):
     model = tiny_model()
     runtime = tiny_runtime(model, model.resident_frames(6) + 30)
     runtime.set_bits(6)
-    taken = runtime.allocate_kv(runtime.arena.free_frames)
-    first = runtime.allocate_kv_run(12)
-    assert not set(range(first, first + 12)) & set(taken)
+    free, tries = [], iter(range(10))
+
+    def allocate() -> str:
+        """Fails until twice the bytes are free, as an allocator would that needs them together."""
+        free.append(runtime.arena.free_bytes)
+        next(tries)
+        if free[-1] < 2 * wanted:
+            raise shortage("no memory")
+        return "memory"
+
+    wanted = runtime.arena.free_bytes + 40 * FRAME_BYTES
+    assert runtime.allocating(allocate, wanted) == "memory"
+    assert free[0] < wanted <= free[1] < 2 * wanted <= free[2]
     check(model, runtime)
-    with pytest.raises(OutOfFrames):
-        runtime.allocate_kv_run(10_000)
+
+
+def test_an_allocation_that_never_succeeds_ends_after_a_few_attempts_and_says_why():
+    model = tiny_model()
+    runtime = tiny_runtime(model, model.resident_frames(6) + 30)
+    tries = []
+
+    def allocate() -> None:
+        tries.append(1)
+        raise torch.OutOfMemoryError("the device is full")
+
+    with pytest.raises(OutOfFrames, match="fails after 3 attempts all the same") as failed:
+        runtime.allocating(allocate, FRAME_BYTES)
+    assert isinstance(failed.value.__cause__, torch.OutOfMemoryError)
+    assert len(tries) == 4
+    tries.clear()
+    with pytest.raises(OutOfFrames, match=r"were free, .* released, .* missing"):
+        runtime.allocating(allocate, 10**9)
+    assert len(tries) == 1
+    with pytest.raises(ZeroDivisionError):
+        runtime.allocating(lambda: 1 // 0, FRAME_BYTES)
     check(model, runtime)
 
 
@@ -221,7 +251,7 @@ def test_reload_waits_for_the_dwell_time_and_leaves_the_threshold_free():
     runtime.boundary()
     lowered = runtime.snapshot().bits
     assert (lowered < 6).any()
-    runtime.free_kv(ids)
+    runtime.arena.free(ids)
     for step in range(9):
         runtime.boundary()
         assert (runtime.snapshot().bits <= lowered).all(), step
@@ -242,7 +272,7 @@ def test_the_last_row_rises_while_its_old_table_borrows_blocks_of_the_threshold(
     for _ in range(5):
         runtime.boundary()
     assert runtime.snapshot().mean_bits < 6
-    runtime.free_kv(ids)
+    runtime.arena.free(ids)
     lowered = runtime.snapshot().moves.lowered_rows
     for _ in range(60):
         runtime.boundary()
@@ -262,7 +292,7 @@ def test_rows_without_a_run_for_their_table_do_not_keep_others_down(monkeypatch)
     runtime = tiny_runtime(model, model.resident_frames(6) + 200)
     runtime.set_bits(2)
     taken = runtime.allocate_kv(runtime.arena.free_frames)
-    runtime.free_kv(taken[np.arange(len(taken)) % 9 != 0])  # runs of eight frames
+    runtime.arena.free(taken[np.arange(len(taken)) % 9 != 0])  # runs of eight frames
     for _ in range(60):
         runtime.boundary()
     assert runtime.snapshot().bits.tolist() == [6] * 6 + [4] * 4  # 6 bits take 24 and 16 frames in the last rows
@@ -398,7 +428,7 @@ def test_deterministic_runtimes_do_not_depend_on_when_copies_finish():
             if step < 40:
                 blocks.append(runtime.allocate_kv(BLOCK_FRAMES))
             elif blocks:
-                runtime.free_kv(blocks.pop())
+                runtime.arena.free(blocks.pop())
             trace.append(runtime.snapshot().bits)
         traces.append(np.array(trace))
     assert (traces[0] == traces[1]).all()

@@ -82,7 +82,7 @@ def test_case_72_hundreds_of_moves_under_late_forwards_leave_every_byte_right():
                     continue
                 runtime.arena.rows[torch.from_numpy(blocks[-1]).pin_memory().cuda(non_blocking=True)] = 0xFF
             elif blocks:
-                runtime.free_kv(blocks.pop(int(rng.integers(len(blocks)))))
+                runtime.arena.free(blocks.pop(int(rng.integers(len(blocks)))))
     runtime.check()
     moves = runtime.snapshot().moves
     assert moves.lowered_rows > 200, moves
@@ -102,7 +102,7 @@ def test_a_boundary_does_not_wait_for_the_device():
             if step < 20:
                 taken.append(runtime.allocate_kv(min(40, runtime.arena.free_frames)))
             else:
-                runtime.free_kv(taken.pop())
+                runtime.arena.free(taken.pop())
             runtime.boundary()
             reader.forward()
     finally:

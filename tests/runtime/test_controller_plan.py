@@ -51,7 +51,7 @@ def test_pressure_finds_a_plan_ready_and_room_is_given_back(blocks_short: int) -
     assert runtime.snapshot().kv.free_blocks > THRESHOLDS["offload_free_blocks"]
     assert runtime._planning.ready > 0
     for ids in held:
-        runtime.free_kv(ids)
+        runtime.arena.free(ids)
     settled(runtime, 40)
     assert (runtime.snapshot().bits == 6).all()
     runtime.check()
@@ -206,7 +206,7 @@ def test_a_weight_limit_holds_before_and_after_pressure() -> None:
     ids = runtime.allocate_kv(runtime.arena.free_frames)
     runtime.boundary()
     assert runtime.snapshot().mean_bits < full
-    runtime.free_kv(ids)
+    runtime.arena.free(ids)
     for _ in range(60):
         runtime.boundary()
         assert runtime.snapshot().weight_bytes <= limit + int(model.sizes.table_frames.max()) * FRAME_BYTES
