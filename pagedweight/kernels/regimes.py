@@ -13,6 +13,6 @@ from pagedweight.kernels.fused_moe import launch_fused_moe
 def choose_regime(x: torch.Tensor, plain: bool = True) -> Callable[..., torch.Tensor]:
     """The launcher for (T, H) inputs, from shapes and types alone: a captured graph stays right.
 
-    plain: silu or gelu_tanh with a gate and without biases; the decode path serves nothing else.
+    plain: silu or gelu_tanh with a gate and without biases; small batches and the grouped kernels serve the rest too.
     """
-    return launch_decode_moe if plain and can_decode(x) else launch_fused_moe
+    return launch_decode_moe if can_decode(x) else launch_fused_moe

@@ -84,9 +84,12 @@ def quantize_segment(
     """
     x_ptr += row * COLUMNS
     largest = tl.zeros((SEGMENT,), tl.float32)
+    spoiled = tl.zeros((SEGMENT,), tl.float32)
     for first in range(0, COLUMNS, SEGMENT):
         column = first + tl.arange(0, SEGMENT)
-        largest = tl.maximum(largest, tl.abs(tl.load(x_ptr + column, column < COLUMNS, other=0.0).to(tl.float32)))
+        x = tl.load(x_ptr + column, column < COLUMNS, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(x))
+        spoiled += x * 0.0
     peak = tl.maximum(tl.max(largest, 0), SMALLEST)
     for i in tl.static_range(len(ORDERS)):
         position = segment * SEGMENT + tl.arange(0, SEGMENT)
@@ -98,7 +101,8 @@ def quantize_segment(
         for first in range(0, COLUMNS, SEGMENT):
             column = first + tl.arange(0, SEGMENT)
             total += rounded(tl.load(x_ptr + column, column < COLUMNS, other=0.0).to(tl.float32), peak)
-        tl.store(scales_ptr + 2 * row, peak / LARGEST)
+        # An int8 digit cannot be NaN, so a row with a NaN or an infinity has a NaN for its scale: it must be seen.
+        tl.store(scales_ptr + 2 * row, peak / LARGEST + tl.sum(spoiled, 0))
         tl.store(scales_ptr + 2 * row + 1, tl.sum(total.to(tl.float32), 0))
 
 

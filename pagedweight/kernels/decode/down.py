@@ -40,13 +40,13 @@ def _combine(
 @triton.jit
 def _tile(
     h_ptr, digits_ptr, scales_ptr, parts_ptr, out_ptr, ids_ptr, weights_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr,
-    arrivals_ptr, first_row, slot, tile, split,
+    bias_ptr, arrivals_ptr, first_row, slot, tile, split,
     HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
     PADDED: tl.constexpr, PLANES: tl.constexpr, PLANE_FRAMES: tl.constexpr, FRAME_ROWS: tl.constexpr,
     WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr,
     INT8: tl.constexpr,
-    ORDERS: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+    ORDERS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
     STEPS: tl.constexpr = (INTERMEDIATE + 512 * CHUNKS - 1) // (512 * CHUNKS)
@@ -86,6 +86,10 @@ def _tile(
                         split * STEPS // SPLITS, (split + 1) * STEPS // SPLITS, WIDTHS[i], operands.item(CODEBOOKS, i),
                         INTERMEDIATE, FRAME_ROWS, CHUNKS, TOKENS, STAGES, SINGLE, WARPS, PDL, PREFETCH, PTX,
                     )  # fmt: skip
+        if BIAS:
+            # Once for every pair: by the program with the first columns.
+            bias = tl.load(bias_ptr + expert * HIDDEN + row, row * 0 + split == 0, other=0.0)
+            sums += bias.to(tl.float32)[:, None]
         used = token_column < pairs
         out_row = tile * ROWS + tl.arange(0, ROWS)
         part = (own_pair * SPLITS + split)[None, :] * HIDDEN + out_row[:, None]
@@ -96,29 +100,38 @@ def _tile(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens", "first_row", "layer", "layers", "counted_experts"])
+@triton.jit(do_not_specialize=["tokens", "first_row", "layer", "layers", "request_slots", "counted_experts"])
 def _down_kernel(
     h_ptr, digits_ptr, scales_ptr, parts_ptr, out_ptr, ids_ptr, weights_ptr, slot_ptr, plan_ptr, bits_ptr, frame_ptr,
-    table_ptr, features_ptr,
-    arrivals_ptr, tokens, first_row, layer, layers, counted_experts,
+    table_ptr, bias_ptr, features_ptr, arrivals_ptr, tokens, first_row, layer, layers, request_slots, counted_experts,
     HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
     PADDED: tl.constexpr, PLANES: tl.constexpr, PLANE_FRAMES: tl.constexpr, FRAME_ROWS: tl.constexpr,
     WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr,
     INT8: tl.constexpr,
-    ORDERS: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+    ORDERS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS output rows of one slot's expert over one of SPLITS column ranges, or one token's statistics.
 
-    Grid (tokens + slots * ceil(H / ROWS) * SPLITS,). out[t] = sum_a r[t, a] down_{e(t, a)} h[t, a], always added in
-    the order of a, so equal inputs give equal bits.
+    Grid (tokens + slots * ceil(H / ROWS) * SPLITS,). out[t] = sum_a r[t, a] (down_{e(t, a)} h[t, a] + bias), always
+    added in the order of a, so equal inputs give equal bits.
     """
     program = tl.program_id(0)
     if program < tokens:
         if PDL:
             tl.extra.cuda.gdc_wait()
         entry, weight, counted, _routed = statistics.token_choices(
-            ids_ptr, weights_ptr, slot_ptr, program, layer, layers, counted_experts, EXPERTS, CHOICES, PADDED
+            ids_ptr,
+            weights_ptr,
+            slot_ptr,
+            program,
+            layer,
+            layers,
+            request_slots,
+            counted_experts,
+            EXPERTS,
+            CHOICES,
+            PADDED,
         )
         start = (program * CHOICES + tl.arange(0, PADDED)) * INTERMEDIATE
         norm = statistics.row_norms(h_ptr, start, counted, INTERMEDIATE)
@@ -128,7 +141,8 @@ def _down_kernel(
         item = program - tokens
         _tile(
             h_ptr, digits_ptr, scales_ptr, parts_ptr, out_ptr, ids_ptr, weights_ptr, plan_ptr, bits_ptr, frame_ptr,
-            table_ptr, arrivals_ptr, first_row, item // (TILES * SPLITS), (item // SPLITS) % TILES, item % SPLITS,
+            table_ptr, bias_ptr, arrivals_ptr, first_row, item // (TILES * SPLITS), (item // SPLITS) % TILES,
+            item % SPLITS,
             HIDDEN, INTERMEDIATE, EXPERTS, CHOICES, PADDED, PLANES, PLANE_FRAMES, FRAME_ROWS, WIDTHS, CODEBOOKS,
-            ROWS, CHUNKS, TOKENS, SPLITS, STAGES, WARPS, PLANNED, PTX, INT8, ORDERS, PDL, PREFETCH,
+            ROWS, CHUNKS, TOKENS, SPLITS, STAGES, WARPS, PLANNED, PTX, INT8, ORDERS, BIAS, PDL, PREFETCH,
         )  # fmt: skip

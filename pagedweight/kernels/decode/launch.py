@@ -51,7 +51,7 @@ def launch_decode_moe(
     call = Call(
         x, expert_ids, expert_weights, token_slot, bits, frame_address, table_address, mass, counts, features,
         layer_index, first_row, experts, intermediate, frame_bytes, activation, tuple(widths),
-        split_codebooks(codebooks, widths), config, use_ptx,
+        split_codebooks(codebooks, widths), config, use_ptx, gated, limit, gate_up_bias, down_bias,
     )  # fmt: skip
     out, launches = decode_launches(call)
     for launch in launches:

@@ -50,6 +50,10 @@ class Call(NamedTuple):
     codebooks: tuple[str, ...] | None = None
     config: DecodeConfig | None = None
     use_ptx: bool | None = None
+    gated: bool = True
+    limit: float = 0.0
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
 
 
 class Launch(NamedTuple):
@@ -193,6 +197,7 @@ class _Launches:
             "first_row": call.first_row,
             "layer": call.layer_index,
             "layers": call.mass.shape[1],
+            "request_slots": call.mass.shape[0],
             "counted_experts": call.mass.shape[2],
             "HIDDEN": self.hidden,
             "INTERMEDIATE": call.intermediate,
@@ -222,16 +227,20 @@ class _Launches:
 
     def gate_up(self) -> Launch:
         call, product = self.call, self.config.gate_up
+        parts = 2 if call.gated else 1
         arguments = self.products | self.x_digits.arguments() | _settings(product)
         arguments |= {
             "x_ptr": call.x,
             "mass_ptr": call.mass,
             "counts_ptr": call.counts,
             "ARRIVALS": self.down_tiles,
-            "FRAME_ROWS": plane_geometry(2 * call.intermediate, self.hidden, call.frame_bytes).rows_per_frame,
+            "FRAME_ROWS": plane_geometry(parts * call.intermediate, self.hidden, call.frame_bytes).rows_per_frame,
             "ACTIVATION": call.activation,
+            "GATED": call.gated,
+            "LIMIT": call.limit,
         }
-        programs = self.tokens + self.slots * triton.cdiv(call.intermediate, product.rows)
+        arguments |= self._bias(call.gate_up_bias)
+        programs = self.tokens + self.slots * triton.cdiv(parts * call.intermediate, 2 * product.rows)
         return Launch(_gate_up_kernel, (programs,), arguments)
 
     def quantize_h(self) -> Launch:
@@ -250,7 +259,11 @@ class _Launches:
             "SPLITS": product.splits,
             "PREFETCH": self.config.prefetch,
         }
+        arguments |= self._bias(call.down_bias)
         return Launch(_down_kernel, (self.tokens + self.slots * self.down_tiles * product.splits,), arguments)
+
+    def _bias(self, bias: torch.Tensor | None) -> dict[str, Any]:
+        return {"bias_ptr": self.call.bits if bias is None else bias, "BIAS": bias is not None}
 
     def _integers(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=self.call.x.device)

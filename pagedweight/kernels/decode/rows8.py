@@ -173,6 +173,7 @@ def token_product(
         if WAIT:
             tl.extra.cuda.gdc_wait()
         x = _token_block(x_ptr, first_step * CHUNKS + column_chunk, COLUMNS)
+        spoiled = tl.sum(x * 0.0)  # NaN where x has one or an infinity; digits cannot say it
         peak = tl.maximum(tl.max(tl.abs(x)), digits.SMALLEST)
         values = digits.rounded(x, peak)
         ordered = ()
@@ -185,8 +186,12 @@ def token_product(
         if WAIT:
             tl.extra.cuda.gdc_wait()
         largest = tl.zeros((512, CHUNKS), tl.float32)
+        zeros = tl.zeros((512, CHUNKS), tl.float32)
         for step in range(first_step, last_step):
-            largest = tl.maximum(largest, tl.abs(_token_block(x_ptr, step * CHUNKS + column_chunk, COLUMNS)))
+            x = _token_block(x_ptr, step * CHUNKS + column_chunk, COLUMNS)
+            largest = tl.maximum(largest, tl.abs(x))
+            zeros += x * 0.0
+        spoiled = tl.sum(zeros)
         peak = tl.maximum(tl.max(largest), digits.SMALLEST)
         values = tl.zeros((512, CHUNKS), tl.int32)
         for step in tl.range(first_step, last_step, num_stages=STAGES):
@@ -203,4 +208,4 @@ def token_product(
     total = rows.own_chunk(256.0 * sums_high.to(tl.float32) + sums_low.to(tl.float32), ROWS, CHUNKS, 1)
     factor, shift = tables.byte_line(table, row, BITS, CODEBOOK)
     x_sum = tl.sum(values.to(tl.float32))
-    return (factor[:, None] * total + shift[:, None] * x_sum) * (peak / digits.LARGEST)
+    return (factor[:, None] * total + shift[:, None] * x_sum) * (peak / digits.LARGEST + spoiled)

@@ -10,12 +10,13 @@ NORM_COLUMNS = tl.constexpr(1024)
 
 @triton.jit
 def token_choices(
-    ids_ptr, weights_ptr, slot_ptr, token, layer, layers, counted_experts, experts, CHOICES: tl.constexpr,
-    PADDED: tl.constexpr,
+    ids_ptr, weights_ptr, slot_ptr, token, layer, layers, request_slots, counted_experts, experts,
+    CHOICES: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """(entry of RoutingStats, routing weight, counted, number of experts) of a token's choices, (PADDED,) each.
 
-    counted_experts: experts the statistics have room for, at least the layer's.
+    counted_experts: experts the statistics have room for, at least the layer's. A weight that is not finite is not
+    counted: one bad token must not spoil sums that nobody starts anew.
     """
     choice = tl.arange(0, PADDED)
     expert = tl.load(ids_ptr + token * CHOICES + choice, choice < CHOICES, other=-1).to(tl.int32)
@@ -23,7 +24,13 @@ def token_choices(
     routed = (expert >= 0) & (expert < experts)
     slot = tl.load(slot_ptr + token)
     entry = (slot * layers + layer) * counted_experts + expert
-    return entry, weight, tl.where(routed, slot, -1) >= 0, tl.sum(routed.to(tl.int32))
+    held = routed & (slot < request_slots) & _is_finite(weight)
+    return entry, weight, tl.where(held, slot, -1) >= 0, tl.sum(routed.to(tl.int32))
+
+
+@triton.jit
+def _is_finite(value):
+    return tl.abs(value) < float("inf")
 
 
 @triton.jit
@@ -39,7 +46,8 @@ def row_norms(x_ptr, start, used, COLUMNS: tl.constexpr):
 
 @triton.jit
 def add_features(features_ptr, entry, weight, norm, counted, PROJECTION: tl.constexpr):
-    """features[entry, projection] += (r |x|, r |x|^2), and its maximum of |x|."""
+    """features[entry, projection] += (r |x|, r |x|^2), and its maximum of |x|, of norms that are finite."""
+    norm = tl.where(_is_finite(norm * norm), norm, 0.0)
     pointer = features_ptr + entry * 6 + PROJECTION * 3
     tl.atomic_add(pointer, weight * norm, counted, sem="relaxed")
     tl.atomic_add(pointer + 1, weight * norm * norm, counted, sem="relaxed")

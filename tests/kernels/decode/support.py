@@ -11,7 +11,7 @@ from pagedweight.kernels.decode.config import DecodeConfig, ProductConfig
 from pagedweight.kernels.decode.launch import launch_decode_moe
 from pagedweight.kernels.device_order import choose_frame_bytes, plane_geometry, to_device_order
 from pagedweight.layout import BlockTables, MoeLayer, Projection, RoutingStats
-from tests.support import DEVICE, activate
+from tests.support import DEVICE, combine
 
 # Few, large programs: each costs the interpreter about the same.
 ONE = DecodeConfig(ProductConfig(rows=32), ProductConfig(rows=64), tokens=1)
@@ -27,6 +27,7 @@ class Layer(NamedTuple):
     widths: tuple[int, ...]
     codebooks: tuple[str, ...]
     dense: list[torch.Tensor]
+    biases: dict[str, torch.Tensor]
 
 
 class Batch(NamedTuple):
@@ -57,9 +58,10 @@ def random_layer(
     seed: int = 0,
     placement: int = 0,
     poison: int = 0xFF,
+    biases: tuple[str, ...] = (),
 ) -> Layer:
-    """Every linear-block at a width of its own. placement orders the frames; poison fills all that nothing owns, which
-    includes the planes above the committed width."""
+    """Every linear-block at a width of its own. biases: names of those that the layer has. placement orders the frames;
+    poison fills all that nothing owns, which includes the planes above the committed width."""
     generator = torch.Generator().manual_seed(seed)
     codebooks = codebooks or ("lut16",) * len(widths)
     matrices = [shape.shape(projection) for _ in range(shape.experts) for projection in Projection]
@@ -77,7 +79,9 @@ def random_layer(
         dense.append(values.gather(1, unpack_codes(planes, matrix[1], bits).long()))
     placed = _place(pages, tables, frame_bytes, widths[-1], torch.Generator().manual_seed(placement), poison)
     bits = committed.to(torch.int32).to(DEVICE)
-    return Layer(shape, BlockTables(bits, *placed), frame_bytes, widths, codebooks, dense)
+    rows = {"gate_up_bias": matrices[0][0], "down_bias": matrices[1][0]}
+    drawn = {name: torch.randn(shape.experts, rows[name], generator=generator).to(DEVICE) for name in biases}
+    return Layer(shape, BlockTables(bits, *placed), frame_bytes, widths, codebooks, dense, drawn)
 
 
 def _place(
@@ -130,14 +134,16 @@ def run(
     stats = stats or RoutingStats.zeros(1, 1, shape.experts, device=DEVICE)
     return launch_decode_moe(
         *batch, *layer.tables, *stats, 0, 0, shape.experts, shape.intermediate, layer.frame_bytes, shape.activation,
-        layer.widths, ",".join(layer.codebooks), config=config,
+        layer.widths, ",".join(layer.codebooks), shape.gated, shape.limit, config=config, **layer.biases,
     )  # fmt: skip
 
 
 def hidden_of(layer: Layer, x: torch.Tensor, expert: int) -> torch.Tensor:
     """(I,) fp64: the input of an expert's down projection."""
-    gate, up = (layer.dense[2 * expert] @ x.double().cpu()).chunk(2)
-    return activate(gate, layer.shape.activation) * up
+    product = layer.dense[2 * expert] @ x.double().cpu()
+    if "gate_up_bias" in layer.biases:
+        product += layer.biases["gate_up_bias"][expert].double().cpu()
+    return combine(product, layer.shape)
 
 
 def reference(layer: Layer, batch: Batch) -> torch.Tensor:
@@ -146,5 +152,8 @@ def reference(layer: Layer, batch: Batch) -> torch.Tensor:
     for token in range(len(batch.x)):
         for expert, weight in zip(batch.ids[token].tolist(), batch.weights[token].tolist(), strict=True):
             if 0 <= expert < layer.shape.experts:
-                out[token] += weight * (layer.dense[2 * expert + 1] @ hidden_of(layer, batch.x[token], expert))
+                output = layer.dense[2 * expert + 1] @ hidden_of(layer, batch.x[token], expert)
+                if "down_bias" in layer.biases:
+                    output += layer.biases["down_bias"][expert].double().cpu()
+                out[token] += weight * output
     return out.to(DEVICE)

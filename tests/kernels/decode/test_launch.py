@@ -137,3 +137,47 @@ def test_settings_that_cannot_run_are_refused():
         run(layer, batch, replace(MANY, int8=True))
     with pytest.raises(ValueError, match="lut8"):
         run(layer._replace(widths=(5,), codebooks=("lut8",)), batch, MANY)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(
+    ("activation", "gated", "limit", "biases"),
+    [
+        ("relu2", False, 0.0, ()),
+        ("relu2", True, 0.0, ("down_bias",)),
+        ("gelu_tanh", False, 0.0, ("gate_up_bias",)),
+        ("clamped_silu", True, 1.5, ()),
+        ("capped_silu", True, 0.5, ()),
+        ("gpt_oss", True, 1.0, ("gate_up_bias", "down_bias")),
+    ],
+)
+def test_every_gate_and_bias_case_56(tokens, activation, gated, limit, biases):
+    shape = MoeLayer(0, 2, 72, 40, activation, gated, limit)
+    layer = random_layer(shape, (4,), ("lut8",), seed=16, biases=biases)
+    batch = random_batch(layer, tokens, 2, seed=17)
+    config = replace(ONE if tokens == 1 else MANY, int8=bool(biases))
+    assert_close(run(layer, batch, config), reference(layer, batch), torch.float16)
+
+
+def test_a_bias_is_added_once_however_the_columns_are_split():
+    layer = random_layer(MoeLayer(0, 1, 64, 600), (3,), seed=18, biases=("down_bias",))
+    batch = random_batch(layer, 2, 1, seed=19)
+    config = replace(MANY, down=ProductConfig(rows=64, splits=2))
+    assert_close(run(layer, batch, config), reference(layer, batch), torch.float16)
+
+
+@pytest.mark.parametrize("config", [MANY, replace(MANY, int8=True), replace(ONE, int8=True)], ids=["16", "8", "one"])
+def test_a_bad_token_is_seen_and_spoils_nothing_else(config):
+    layer = random_layer(MoeLayer(0, 2, 64, 48), (4,), ("lut8",), seed=20)
+    tokens = 1 if config.tokens == 1 else 4
+    batch = random_batch(layer, tokens, 2, seed=21)
+    clean = run(layer, batch, config)
+    batch.x[0, 5] = float("nan")
+    if tokens > 1:
+        batch.x[1, 7], batch.weights[2, 0] = float("inf"), float("nan")
+    stats = RoutingStats.zeros(1, 1, 2, device=DEVICE)
+    out = run(layer, batch, config, stats)
+    assert out[:3].isnan().any(1).all()
+    assert torch.equal(out[3:], clean[3:])
+    assert all(bool(tensor.isfinite().all()) for tensor in stats)
+    assert int(stats.counts.sum()) == 2 * tokens - (tokens > 1)
