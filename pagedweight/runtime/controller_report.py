@@ -42,6 +42,29 @@ class RuntimeSnapshot(NamedTuple):
     def kv_bytes(self) -> int:
         return self.bytes_by_owner["kv"]
 
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes on their way in or out; whose they are, bytes_by_owner says."""
+        return self.loading_bytes + self.releasing_bytes
+
+    def __str__(self) -> str:
+        """The accounts in four lines, in MiB."""
+        held, moves = self.bytes_by_owner, self.moves
+        free_blocks = 0 if self.kv is None else self.kv.free_blocks
+        by_width = ", ".join(f"{bits} bits {_mib(size)}" for bits, size in self.bytes_by_width.items() if size)
+        return (
+            f"arena {_mib(sum(held.values()))} MiB: planes {_mib(held['plane'])}, tables {_mib(held['table'])}, "
+            f"KV {_mib(held['kv'])}, free {_mib(held['free'])}; in flight {_mib(self.in_flight_bytes)}\n"
+            f"weights at {self.mean_bits:.2f} bits: {by_width} MiB; "
+            f"{free_blocks} KV blocks free, short of {_mib(self.shortfall_bytes)} MiB\n"
+            f"moved: {moves.lowered_rows} rows lowered, {_mib(moves.released_bytes)} MiB released, "
+            f"{moves.raised_rows} raised, {_mib(moves.loaded_bytes)} MiB loaded at "
+            f"{moves.loaded_bytes_per_second / 1e9:.1f} GB/s\n"
+            f"{_mib(moves.written_back_bytes)} MiB written back, {_mib(moves.relocated_bytes)} MiB moved within the "
+            f"arena, {moves.deferred_rows} raises put off, {moves.cancelled_rows} given up, waited "
+            f"{1e3 * moves.stalled_seconds:.1f} ms for the device"
+        )
+
 
 def take_snapshot(
     table: PageTable,
@@ -66,6 +89,10 @@ def take_snapshot(
         shortfall_bytes=shortfall_bytes,
         moves=pager.moves,
     )
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f}"
 
 
 def explain_row(table: PageTable, row: int, block: BlockId) -> str:

@@ -61,6 +61,26 @@ def test_kv_takes_every_byte_down_to_the_floor_and_gives_them_back():
     check(model, runtime)
 
 
+def test_a_snapshot_says_in_words_what_is_held_moved_and_waited_for():
+    model = tiny_model()
+    runtime = tiny_runtime(model, model.resident_frames(6) + 100, engine=CrankedEngine)
+    crank(runtime).model = model
+    runtime.set_bits(6)
+    runtime.set_bits(3)
+    seen = runtime.snapshot()
+    mib = {name: f"{held / 2**20:.1f}" for name, held in seen.bytes_by_owner.items()}
+    text = str(seen)
+    assert f"planes {mib['plane']}, tables {mib['table']}, KV {mib['kv']}, free {mib['free']}; in flight 0.0" in text
+    assert "weights at 3.00 bits: 3 bits" in text
+    assert f"{seen.moves.lowered_rows} rows lowered" in text
+    assert seen.moves.loading_seconds > 0
+    assert seen.moves.loaded_bytes_per_second == seen.moves.loaded_bytes / seen.moves.loading_seconds
+    assert seen.moves.stalled_seconds > 0
+    for _ in range(2 * CONFIG.min_dwell_steps):
+        runtime.boundary()
+    assert runtime.snapshot().in_flight_bytes == runtime.snapshot().loading_bytes > 0
+
+
 def test_snapshot_bytes_are_the_bytes_held():
     model = tiny_model()
     runtime = tiny_runtime(model, 400)
