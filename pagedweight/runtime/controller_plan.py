@@ -70,6 +70,7 @@ class Planning:
         self._forecast_blocks = 0
         self._answered: tuple[KVState, int] | None = None
         self._pressed_for = 0
+        self._parent_at: tuple[tuple[int, int] | None, bool] = None, False
         self._asked: tuple[Transition, ...] = ()
         self._no_room: set[int] = set()
 
@@ -185,7 +186,7 @@ class Planning:
         Where there is nothing to raise the queue is refreshed when it is due, or no longer fits the widths.
         """
         available = self._raise_bytes(kv, self._config.reload_free_blocks)
-        if available <= 0 or self._table.at_parent_width:
+        if available <= 0 or self._at_parent_width():
             self._take_refreshed()
             stale = self._worker.background and self._queue_version != self._table.version
             if stale or (due and self._table.step - self._refreshed_at >= self._wait_steps(kv)):
@@ -245,6 +246,13 @@ class Planning:
         self._queue, self._queue_version = queue, self._table.version
         self._refreshed_at = self._table.step
 
+    def _at_parent_width(self) -> bool:
+        """Whether no row can be raised further; asked at every boundary, so looked up once for each change."""
+        now = self._table.version, self._pager.loading_bytes
+        if self._parent_at[0] != now:
+            self._parent_at = now, self._table.at_parent_width
+        return self._parent_at[1]
+
     def _note_refused(self) -> None:
         """Rows of the last raise for which the pager found no run of frames let others try, until none is left."""
         at_rest = self._table.desired == self._table.committed
@@ -275,7 +283,7 @@ class Planning:
         """Pressure is over only above the reload threshold, as movement has it: no change of state at every block."""
         if kv.headroom_blocks - self._forecast_blocks <= self._config.reload_free_blocks:
             return self.state
-        return "at rest" if self._table.at_parent_width else "restoring"
+        return "at rest" if self._at_parent_width() else "restoring"
 
     def _note(self, state: str, shortfall_bytes: int, kv: KVState) -> None:
         """One log line for each change of state, however many boundaries it lasts."""
