@@ -35,6 +35,11 @@ class TokenSlots:
         self._buffer[: len(slots)].copy_(slots)
         self._buffer[len(slots) :].fill_(-1)
 
+    def mark(self, tokens: int) -> None:
+        """The first tokens are in slot 0, those after them are padding."""
+        self._buffer[:tokens].zero_()
+        self._buffer[tokens:].fill_(-1)
+
     def reset(self) -> None:
         """Every token in slot 0."""
         self._buffer.zero_()

@@ -14,7 +14,8 @@ from pagedweight.integrations.vllm.page_source import FloatExperts
 from pagedweight.integrations.vllm.rank_experts import RankExperts
 from pagedweight.integrations.vllm.shares import ExpertShare
 from pagedweight.integrations.vllm.versions import cpu_router
-from pagedweight.layout import ACTIVATIONS
+
+ACTIVATIONS = ("silu", "gelu_tanh")  # each the same in vLLM's words and in layout.ACTIVATIONS
 
 
 class PagedExpertsMethod(FusedMoEMethodBase):

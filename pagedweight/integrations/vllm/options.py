@@ -21,6 +21,13 @@ class ServingOptions:
         lut16 where not given.
     frame_bytes: bytes of a frame; None chooses by the planes' shapes and the KV blocks.
     host_pinned_bytes: page-locked host memory for page copies; None locks all of it.
+    offload_free_blocks: weights give KV blocks up when this many or fewer would be free after the coming step.
+    reload_free_blocks: weights take blocks back only while more than this stay free.
+    reload_blocks_per_step: most blocks that one step starts to load.
+    settle_steps: steps from the start of a load to its use, the same on every rank.
+    min_dwell_steps: steps for which a changed row keeps its width before it may rise.
+    plan_period_steps: steps between looks for something to raise after one that found nothing.
+    statistics_period_steps: steps between readings of the routing statistics.
     """
 
     bits: int | None = None
@@ -28,15 +35,27 @@ class ServingOptions:
     codebooks: Mapping[int, str] = field(default_factory=dict)
     frame_bytes: int | None = None
     host_pinned_bytes: int | None = None
+    offload_free_blocks: int = 8
+    reload_free_blocks: int = 16
+    reload_blocks_per_step: int = 4
+    settle_steps: int = 2
+    min_dwell_steps: int = 4
+    plan_period_steps: int = 8
+    statistics_period_steps: int = 16
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "widths", normalized_widths(tuple(self.widths)))
         # Keys of a JSON object are strings.
         object.__setattr__(self, "codebooks", {int(width): name for width, name in dict(self.codebooks).items()})
-        for name in ("bits", "frame_bytes", "host_pinned_bytes"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
-                raise TypeError(f"{KEY}.{name} is {value!r}; give an int or leave it out")
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.type.startswith("int"):
+                _check_number(option.name, value, optional=option.type != "int")
+        if self.reload_free_blocks <= self.offload_free_blocks:
+            raise ValueError(
+                f"{KEY}.reload_free_blocks is {self.reload_free_blocks} and offload_free_blocks "
+                f"{self.offload_free_blocks}; reload must be the larger, or blocks would move back and forth"
+            )
         for width, codebook in self.codebooks.items():
             if width not in self.widths or codebook not in CODEBOOKS:
                 raise ValueError(
@@ -57,3 +76,13 @@ class ServingOptions:
             known = ", ".join(option.name for option in fields(cls))
             raise ValueError(f"{KEY} has no option {', '.join(unknown)}; the options are {known}")
         return cls(**given)
+
+
+def _check_number(name: str, value: object, *, optional: bool) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{KEY}.{name} is {value!r}; give an int or leave it out")
+    least = 1 if name.endswith("_steps") or name == "reload_blocks_per_step" else 0
+    if value < least:
+        raise ValueError(f"{KEY}.{name} is {value}; it must be at least {least}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -12,11 +11,12 @@ import torch
 
 from pagedweight.bitplane import plane_words
 from pagedweight.checkpoint import FOLDER, Checkpoint
-from pagedweight.discovery import ExpertsModule
 from pagedweight.integrations.vllm.options import ServingOptions
 from pagedweight.integrations.vllm.shares import ExpertShare
 from pagedweight.layout import BlockId, Layout, MoeLayer, PackedBlock, Projection, table_form
-from pagedweight.patching_pages import layout_of, quantize_layer
+from pagedweight.patching_pages import layout_of
+from pagedweight.patching_quantize import quantized_blocks
+from pagedweight.quant.levels import Settings
 
 
 class FloatExperts(NamedTuple):
@@ -37,6 +37,10 @@ class PageSource(Protocol):
         self, share: ExpertShare, layout: Layout, weights: FloatExperts | None
     ) -> Iterator[tuple[BlockId, PackedBlock]]:
         """A layer's linear-blocks in row order, experts numbered as on this rank."""
+        ...
+
+    def s_bar(self, layout: Layout) -> np.ndarray | None:
+        """(R, W), damage per routing mass of this rank's parts, once all are read; None where a policy has it."""
         ...
 
 
@@ -62,6 +66,9 @@ class CheckpointPages:
                 whole = BlockId(share.layer, expert, projection)
                 yield whole._replace(expert=local), share.cut(whole, self._checkpoint.block(whole))
 
+    def s_bar(self, layout: Layout) -> None:
+        return None
+
     def _check(self, share: ExpertShare) -> None:
         """ValueError unless the checkpoint's layer is the one that the model has."""
         whole = self._wholes.get(share.layer)
@@ -80,6 +87,7 @@ class QuantizedNow:
 
     def __init__(self, options: ServingOptions) -> None:
         self._options = options
+        self._s_bar: list[np.ndarray] = []
 
     def layout(self, shapes: list[MoeLayer]) -> Layout:
         return layout_of(shapes, self._options.widths, self._options.codebooks)
@@ -87,9 +95,13 @@ class QuantizedNow:
     def blocks(
         self, share: ExpertShare, layout: Layout, weights: FloatExperts | None
     ) -> Iterator[tuple[BlockId, PackedBlock]]:
-        module = SimpleNamespace(gate_up_proj=weights.gate_up, down_proj=weights.down)
-        experts = ExpertsModule(f"layer {share.layer}", module, share.shape, weights.down.dtype, False)
-        yield from quantize_layer(experts, layout).blocks
+        settings = Settings("fast", layout.widths, layout.codebooks)
+        for made in quantized_blocks(share.shape, weights, settings):
+            self._s_bar.append(made.s_bar)
+            yield made.block, made.packed
+
+    def s_bar(self, layout: Layout) -> np.ndarray:
+        return np.stack(self._s_bar)
 
 
 class DrawnPages:
@@ -113,6 +125,11 @@ class DrawnPages:
                 if (rows, columns) not in self._drawn:
                     self._drawn[rows, columns] = draw_block(rows, columns, layout.widths, layout.codebooks)
                 yield BlockId(share.layer, expert, projection), self._drawn[rows, columns]
+
+    def s_bar(self, layout: Layout) -> np.ndarray:
+        """Each bit less makes four times the error, as in trained weights; some linear-blocks matter more."""
+        weight = np.random.default_rng(0).lognormal(size=layout.rows)
+        return weight[:, None] * 4.0 ** -np.array(layout.widths)
 
 
 def draw_block(rows: int, columns: int, widths: tuple[int, ...], codebooks: Mapping[int, str]) -> PackedBlock:

@@ -15,8 +15,11 @@ def register() -> None:
     check_version(vllm.version.__version__)
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 
+    from pagedweight.integrations.vllm import engine_hooks, worker_hooks
     from pagedweight.integrations.vllm.options import KEY
     from pagedweight.integrations.vllm.quant_config import PagedWeightConfig
 
     if KEY not in QUANTIZATION_METHODS:
         register_quantization_config(KEY)(PagedWeightConfig)
+    worker_hooks.install()
+    engine_hooks.install()

@@ -14,7 +14,7 @@ from pagedweight.integrations.vllm.moe_method import PagedExpertsMethod, SelfRou
 from pagedweight.integrations.vllm.options import KEY, ServingOptions
 from pagedweight.integrations.vllm.page_source import choose_source
 from pagedweight.integrations.vllm.rank_experts import RankExperts
-from pagedweight.integrations.vllm.versions import cpu_router, is_routed_experts
+from pagedweight.integrations.vllm.versions import cpu_router, is_routed_experts, kv_piece_bytes
 
 
 class PagedWeightConfig(QuantizationConfig):
@@ -58,7 +58,8 @@ def new_rank(config: VllmConfig) -> RankExperts:
     source = choose_source(config.model_config.model, str(config.load_config.load_format), options)
     kind = config.device_config.device_type
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    return RankExperts(source, options, device, config.scheduler_config.max_num_batched_tokens)
+    most_tokens = config.scheduler_config.max_num_batched_tokens
+    return RankExperts(source, options, device, most_tokens, lambda: kv_piece_bytes(config))
 
 
 def check_served(config: VllmConfig) -> None:

@@ -60,6 +60,12 @@ class ResidentWeights:
         self._write(int(self._resting_table[row]), table)
         return pages
 
+    def write_slot(self, row: int, table: torch.Tensor) -> int:
+        """Put a table, uint8 and page-locked, into the row's slot on the compute stream; returns its address."""
+        at = int(self.slot_address[row]) - self._memory.data_ptr()
+        self._memory[at : at + table.numel()].copy_(table, non_blocking=True)
+        return int(self.slot_address[row])
+
     def _write(self, at: int, data: torch.Tensor) -> None:
         self._memory[at : at + data.numel()].copy_(data)
 

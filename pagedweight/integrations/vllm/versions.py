@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,6 +41,16 @@ def cpu_router() -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
     except ImportError:  # later versions route in plain torch
         return None
     return select_experts
+
+
+def kv_piece_bytes(config: Any) -> int:
+    """Bytes of the smallest contiguous part of a KV block of any layer: K or V alone, as some layouts keep them apart.
+
+    Asked after the model is built. 0 when no layer caches anything.
+    """
+    layers = config.compilation_config.static_forward_context.values()
+    specs = [layer.get_kv_cache_spec(config) for layer in layers if hasattr(layer, "get_kv_cache_spec")]
+    return min((spec.page_size_bytes // 2 for spec in specs if spec is not None), default=0)
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:

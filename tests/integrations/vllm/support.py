@@ -16,11 +16,13 @@ from transformers import PreTrainedModel
 import pagedweight
 from tests.hf_models import VOCABULARY, DenseReference, gemma4_g16, mixtral_m8, qwen2_moe_q60
 
-# Head sizes that vLLM's attention on a CPU serves.
+# Sizes that vLLM's own attention and experts serve on a CPU.
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2_moe": lambda: qwen2_moe_q60(num_attention_heads=2, num_key_value_heads=2),
     "mixtral": lambda: mixtral_m8(head_dim=32),
-    "gemma4": lambda: gemma4_g16(head_dim=32, global_head_dim=32),
+    "gemma4": lambda: gemma4_g16(
+        head_dim=32, global_head_dim=32, hidden_size=128, intermediate_size=64, moe_intermediate_size=64
+    ),
 }
 HOUSE = Path(__file__).parents[3]
 

@@ -1,0 +1,70 @@
+"""What runs in worker processes: functions that the engine calls on every rank, and the boundary of each step."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import numpy as np
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from pagedweight.integrations.vllm.commands import StepCommands
+from pagedweight.integrations.vllm.rank_experts import RankExperts, RankReport
+from pagedweight.runtime.observe import Signals
+
+# Where a step's commands travel: an attribute of its SchedulerOutput.
+COMMANDS = "pagedweight_commands"
+_LOG = logging.getLogger(__name__)
+
+
+def rank_of(worker: WorkerWrapperBase) -> RankExperts:
+    return worker.vllm_config.quant_config.rank
+
+
+def attach(worker: WorkerWrapperBase, blocks: int) -> RankReport:
+    """Find frames in the KV cache that this rank has allocated."""
+    return rank_of(worker).attach(worker.worker.model_runner.kv_caches, blocks)
+
+
+def carry_out(worker: WorkerWrapperBase, commands: StepCommands) -> None:
+    """Commands outside any step: before serving, or while nothing runs."""
+    rank_of(worker).boundary(commands, 0)
+
+
+def read_signals(worker: WorkerWrapperBase, log_features: bool) -> Signals | None:
+    return rank_of(worker).read_signals(log_features)
+
+
+def read_bits(worker: WorkerWrapperBase) -> np.ndarray:
+    return rank_of(worker).bits()
+
+
+def install() -> None:
+    """Make every step begin with its commands; installing again changes nothing."""
+    original = WorkerWrapperBase.execute_model
+    if hasattr(original, "__wrapped__") and original.__module__ == __name__:
+        return
+
+    @functools.wraps(original, assigned=())
+    def execute_model(self: WorkerWrapperBase, scheduler_output: Any) -> Any:
+        commands = getattr(scheduler_output, COMMANDS, None)
+        if commands is not None:
+            _boundary(self, commands, scheduler_output.total_num_scheduled_tokens)
+        return original(self, scheduler_output)
+
+    WorkerWrapperBase.execute_model = execute_model
+
+
+def _boundary(worker: WorkerWrapperBase, commands: StepCommands, tokens: int) -> None:
+    """Carry commands out, or end this process: a rank that went on with other widths, or that only raised while the
+    others already wait for it in the forward, would leave them waiting for ever."""
+    try:
+        rank_of(worker).boundary(commands, tokens)
+    except (RuntimeError, ValueError, AssertionError, LookupError, OSError) as error:
+        if worker.vllm_config.parallel_config.world_size == 1:
+            raise
+        _LOG.exception(
+            "expert pages could not be moved at step %d; this rank ends, and the engine with it", commands.step
+        )
+        raise SystemExit(f"expert pages could not be moved: {error}") from error
