@@ -1,76 +1,125 @@
-"""KL of a model to itself before quantizing, by codebook and width, with no importance and no calibration.
+"""KL of a model to itself before quantizing, by codebook, quantizer level and width.
 
-    python -m bench.codebooks FOLDER_OF_A_MODEL FOLDER_OF_TEXTS --out bench/results/codebooks-tiny-qwen2-moe.json
+    python -m bench.codebooks MODEL [MODEL ...] --calibration c4_train.txt --text WikiText-2=test.txt \\
+        --text C4=c4.jsonl --out bench/results
 
-Dequantized weights are written into the float model, so the figures are the format's own, whatever the kernels.
+Dequantized weights stand in for the experts', so the figures are the format's own, whatever the kernels. Writes
+codebooks-<model>.json, and codebooks.md from all of the folder's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import torch
+from rich.progress import MofNCompleteColumn, Progress
 
-from bench.quality_parts import WIDTHS, Setup, prepare
-from pagedweight.calibration.divergence import diverge
-from pagedweight.calibration.substitution import substituted, weights_of
-from pagedweight.layout import BlockId, PackedBlock, Projection
-from pagedweight.quant.model import quantize_stack
+from bench.quality_judge import Answers, Judge, take_answers
+from bench.quality_parts import (
+    METHODS,
+    Trained,
+    add_arguments,
+    bootstrap_ratio,
+    load,
+    machine,
+    quantized,
+    rounded,
+    rows_per_forward,
+    settings_of,
+)
+from pagedweight.calibration.collect import collect
+from pagedweight.calibration.statistics import Statistics
+from pagedweight.layout import Layout
 
-TEXT = "WikiText-2"
-BYTES = {2: "lut8", 3: "lut8", 4: "lut8"}
+WIDTHS = (2, 3, 4, 5, 6, 7, 8)
+TABLES = dict.fromkeys(WIDTHS, "lut16")
+BYTES = TABLES | dict.fromkeys((2, 3, 4), "lut8")
+# lut8 has no table above 4 bits, cubic none at 2.
 CHOICES = {
-    "lut16": dict.fromkeys(WIDTHS, "lut16"),
-    "lut8, cubic at 5 and 6": BYTES | {5: "cubic", 6: "cubic"},
-    "lut8, affine at 5 and 6": BYTES | {5: "affine", 6: "affine"},
+    "lut16": TABLES,
+    "lut8 to 4 bits, lut16 above": BYTES,
+    "lut16 to 4 bits, cubic above": TABLES | dict.fromkeys((5, 6, 7, 8), "cubic"),
+    "lut8 to 4 bits, cubic above": BYTES | dict.fromkeys((5, 6, 7, 8), "cubic"),
+    "lut16 at 2 bits, cubic above": TABLES | dict.fromkeys(WIDTHS[1:], "cubic"),
+    "lut16 to 4 bits, affine above": TABLES | dict.fromkeys((5, 6, 7, 8), "affine"),
+    "affine": dict.fromkeys(WIDTHS, "affine"),
 }
 
 
-def quantized(setup: Setup, codebooks: dict[int, str]) -> dict[BlockId, PackedBlock]:
+def measure(
+    trained: Trained, method: str, codebooks: Mapping[int, str], statistics: Statistics, answers: list[Answers]
+) -> dict[str, list[float]]:
+    """KL in nats of every window of all texts, by width."""
+    layout = Layout(trained.layout.moe_layers, WIDTHS, codebooks)
+    blocks = quantized(trained, method, statistics, codebooks)
+    judge = Judge(trained.model, trained.found, layout, blocks.__getitem__)
+    plans = {bits: np.full(layout.rows, w) for w, bits in enumerate(WIDTHS)}
     return {
-        BlockId(experts.shape.layer, expert, projection): packed
-        for experts in setup.found
-        for projection, weight in zip(Projection, weights_of(experts), strict=True)
-        for expert, packed in enumerate(quantize_stack(weight, WIDTHS, codebooks=codebooks))
+        str(bits): rounded(np.concatenate([judge.figures(given, plan).kl for given in answers]))
+        for bits, plan in plans.items()
     }
 
 
-def measure(setup: Setup) -> dict[str, dict[str, list[float]]]:
-    """KL in nats of every window, by choice of codebooks and by width."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for name, codebooks in CHOICES.items():
-        found[name] = {}
-        blocks = quantized(setup, codebooks)
-        with substituted(setup.found, setup.layout, blocks.__getitem__) as weights:
-            for bits in WIDTHS:
-                weights.write(np.full(setup.layout.rows, bits))
-                kl = diverge(setup.model, setup.references[TEXT]).kl
-                found[name][str(bits)] = kl.round(7).tolist()
-                print(f"{name}, {bits} bits: {kl.mean():.5f} nats", flush=True)
-    return found
+def run(folder: Path, arguments: argparse.Namespace, progress: Progress) -> None:
+    trained = load(folder, arguments)
+    rows = rows_per_forward(arguments)
+    statistics = collect(trained.model, trained.found, trained.calibration.batches(8, trained.device))
+    answers = [take_answers(trained.model, text, rows=rows) for text in trained.texts.values()]
+    task = progress.add_task(folder.name, total=len(arguments.methods) * len(CHOICES))
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for method in arguments.methods:
+        for name, codebooks in CHOICES.items():
+            found.setdefault(method, {})[name] = measure(trained, method, codebooks, statistics, answers)
+            progress.advance(task)
+    record = {
+        "settings": settings_of(arguments, folder),
+        "machine": machine(arguments.device),
+        "command": "python -m bench.codebooks " + " ".join(sys.argv[1:]),
+        "kl_nats": found,
+    }
+    path = arguments.out / f"codebooks-{folder.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+
+def report(records: list[dict]) -> str:
+    """Markdown: KL by codebooks and width, and in brackets its ratio to lut16 of the same level and width."""
+    lines = ["# Codebooks by width", ""]
+    for record in records:
+        settings = record["settings"]
+        lines += [f"## {settings['model']}", ""]
+        lines += [f"{settings['windows']} windows of {settings['tokens']} tokens of each of {settings['texts']};"]
+        lines += [f"{record['machine']}. KL in 10^-3 nats; in brackets beside lut16, 95 % interval.", ""]
+        lines += ["| level | codebooks | " + " | ".join(f"{bits} bits" for bits in WIDTHS) + " |"]
+        lines += ["|" + " --- |" * (2 + len(WIDTHS))]
+        for method, choices in record["kl_nats"].items():
+            for name, kl in choices.items():
+                cells = [_cell(np.array(kl[str(b)]), np.array(choices["lut16"][str(b)])) for b in WIDTHS]
+                lines += [f"| {method} | {name} | " + " | ".join(cells) + " |"]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def _cell(kl: np.ndarray, tables: np.ndarray) -> str:
+    low, high = bootstrap_ratio(kl, tables)
+    return f"{1e3 * kl.mean():.3f} [{kl.mean() / tables.mean():.2f}, {low:.2f} to {high:.2f}]"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--windows", type=int, default=16)
-    parser.add_argument("--length", type=int, default=512)
-    options = parser.parse_args()
-    setup = prepare(options.model, options.data, "cpu", options.windows, options.length, 1, rows=4)
-    record = {
-        "model": options.model.name,
-        "text": TEXT,
-        "windows": options.windows,
-        "tokens": options.length,
-        "torch": torch.__version__,
-        "kl_nats": measure(setup),
-    }
-    options.out.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    add_arguments(parser)
+    parser.add_argument("--methods", nargs="*", default=["balanced", "best"], choices=list(METHODS), metavar="METHOD")
+    arguments = parser.parse_args()
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn()) as progress:
+        for folder in arguments.models:
+            run(folder, arguments, progress)
+    text = report([json.loads(path.read_text()) for path in sorted(arguments.out.glob("codebooks-*.json"))])
+    (arguments.out / "codebooks.md").write_text(text, encoding="utf-8")
+    print(text)
 
 
 if __name__ == "__main__":

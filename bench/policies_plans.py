@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from quality_parts import WIDTHS, code_bytes
 
+from bench.quality_parts import WIDTHS, code_bytes
 from pagedweight.bitplane import plane_words
 from pagedweight.calibration.search import table_at_parent
 from pagedweight.layout import Layout
@@ -32,12 +32,12 @@ Choose = Callable[[TableSnapshot, Observation, Policy, int], np.ndarray]
 
 
 class Contender(NamedTuple):
-    """live: plans for each window from its own routing and features. budgets: others than BUDGET_BITS, in mean bits."""
+    """live: plans for each window from its own routing and features. budgets: in mean bits."""
 
     name: str
     choose: Choose
     live: bool
-    budgets: tuple[str, ...] = ()
+    budgets: tuple[float, ...] = BUDGET_BITS
 
 
 def planner_with(change: Callable[[Policy], Policy]) -> Choose:
@@ -67,7 +67,7 @@ def _baseline(name: str) -> Baseline:
 
 CONTENDERS = (
     # Uniform widths are measured as they are; the report interpolates between neighbours.
-    Contender(UNIFORM, _baseline("uniform").initial_bits, False, tuple(map(str, map(float, WIDTHS)))),
+    Contender(UNIFORM, _baseline("uniform").initial_bits, False, tuple(map(float, WIDTHS))),
     Contender("static mixed", _baseline("static mixed").initial_bits, False),
     Contender("static mixed by layer", _baseline("static mixed by layer").initial_bits, False),
     Contender("layer swap", _baseline("layer swap").initial_bits, False),

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from policies_plans import BUDGET_BITS, CONTENDERS, FULL, UNIFORM
-from quality_parts import WIDTHS, bootstrap, bootstrap_ratio
+
+from bench.policies_plans import BUDGET_BITS, CONTENDERS, FULL, UNIFORM
+from bench.quality_parts import WIDTHS, bootstrap, bootstrap_ratio
 
 Cell = dict[str, dict[str, list[float]]]
 

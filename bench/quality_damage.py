@@ -6,97 +6,99 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from quality_parts import WIDTHS, Setup, code_bytes, first_windows
-from scipy.stats import spearmanr
 
-from pagedweight.calibration.divergence import diverge, take_reference
+from bench.quality_judge import Answers, Judge, take_answers
+from bench.quality_parts import WIDTHS, Trained, code_bytes
+from pagedweight.calibration.divergence import take_reference
 from pagedweight.calibration.gains import measure_gains, with_gains
 from pagedweight.calibration.residual import fit_residual
 from pagedweight.calibration.sensitivity import FORMS, measure_sensitivity
 from pagedweight.calibration.sequences import measure_sequences, observe_sequences
 from pagedweight.calibration.statistics import Statistics
-from pagedweight.calibration.substitution import Substitution, substituted
+from pagedweight.calibration.substitution import substituted
 from pagedweight.calibration.text import Windows
 from pagedweight.layout import BlockId, Layout, PackedBlock, Projection
 
 PLAN_MEAN_BITS = 3.5
 SINGLE_BLOCK_BITS = 3
+GAIN_WINDOWS = 8
+RESIDUAL_WINDOWS = 64
 GAINS = "quadratic, measured layer gains"
 LIVE = "quadratic, measured layer gains, the text's own routing mass"
-Predictions = dict[str, np.ndarray]
+PREDICTIONS = (*FORMS, GAINS, LIVE)
+RESIDUALS = ("heads, log norms", "heads, raw norms", "heads, centered log norms", "energies")
 
 
 def measure_damage(
-    setup: Setup,
+    trained: Trained,
     statistics: Statistics,
     blocks: Mapping[BlockId, PackedBlock],
-    windows: int,
+    judge: Judge,
+    rows: int,
     plans: int,
+    windows: int,
     advance: Callable[[], None],
 ) -> dict[str, Any]:
     """Predicted and measured divergence of every block alone and of random plans, and held-out R^2 of residuals."""
-    few = setup._replace(references={k: first_windows(r, windows) for k, r in setup.references.items()})
-    drawn = random_plans(setup.layout, plans, PLAN_MEAN_BITS, seed=0)
-    alone = np.diag(np.full(setup.layout.rows, SINGLE_BLOCK_BITS))
-    with substituted(setup.found, setup.layout, blocks.__getitem__) as weights:
-        predictions = predict(few, statistics, blocks, weights)
-        # The residual pass needs the model's own weights, which the substitution holds until its first plan.
-        residual = measure_residual(setup, statistics, blocks)
-        singles = [mean_kl(few, weights, plan, advance) for plan in alone]
-        planned = [mean_kl(few, weights, plan, advance) for plan in drawn]
-    rows = np.arange(setup.layout.rows)
+    layout = trained.layout
+    few = {name: text.first(windows) for name, text in trained.texts.items()}
+    answers = [take_answers(trained.model, text, rows=rows) for text in few.values()]
+    predictions = _predict(trained, statistics, blocks, few)
+    alone = np.full((layout.rows, layout.rows), len(WIDTHS))
+    np.fill_diagonal(alone, WIDTHS.index(SINGLE_BLOCK_BITS))
+    drawn = np.searchsorted(WIDTHS, random_plans(layout, plans, PLAN_MEAN_BITS, seed=0))
+    singles = [_mean_kl(judge, answers, plan, advance) for plan in alone]
+    planned = [_mean_kl(judge, answers, plan, advance) for plan in drawn]
+    own = np.arange(layout.rows)
     return {
-        "plans": {"measured": planned} | {k: [_total(s, plan) for plan in drawn] for k, s in predictions.items()},
+        "plans": {"measured": planned} | {k: s[own, drawn].sum(1).tolist() for k, s in predictions.items()},
         "blocks": {"measured": singles}
-        | {k: s[rows, WIDTHS.index(SINGLE_BLOCK_BITS)].tolist() for k, s in predictions.items()},
-        "residual": residual,
+        | {k: s[:, WIDTHS.index(SINGLE_BLOCK_BITS)].tolist() for k, s in predictions.items()},
+        "residual": _measure_residual(trained, statistics, blocks),
     }
 
 
-def predict(
-    setup: Setup, statistics: Statistics, blocks: Mapping[BlockId, PackedBlock], weights: Substitution
-) -> Predictions:
+def _predict(
+    trained: Trained,
+    statistics: Statistics,
+    blocks: Mapping[BlockId, PackedBlock],
+    texts: Mapping[str, Windows],
+) -> dict[str, np.ndarray]:
     """s_i^b (R, W) by form, with gains measured on calibration text, and for the routing of the text it is tried on."""
-    modules = [experts.module for experts in setup.found]
-    forms = {
-        form: measure_sensitivity(setup.layout, modules, statistics, blocks.__getitem__, form=form) for form in FORMS
-    }
-    reference = take_reference(setup.model, setup.calibration.first(8))
-    gains = measure_gains(setup.model, reference, setup.layout, forms["quadratic"], weights)
-    forms[GAINS] = with_gains(forms["quadratic"], setup.layout, gains)
-    live = np.mean([live_mass(setup, reference.windows) for reference in setup.references.values()], axis=0)
+    layout, modules = trained.layout, [experts.module for experts in trained.found]
+    forms = {form: measure_sensitivity(layout, modules, statistics, blocks.__getitem__, form=form) for form in FORMS}
+    reference = take_reference(trained.model, trained.calibration.first(GAIN_WINDOWS), rows=GAIN_WINDOWS)
+    with substituted(trained.found, layout, blocks.__getitem__) as weights:
+        gains = measure_gains(trained.model, reference, layout, forms["quadratic"], weights)
+    forms[GAINS] = with_gains(forms["quadratic"], layout, gains)
+    live = np.mean([_live_mass(trained, windows) for windows in texts.values()], axis=0)
     predictions = {name: table.s_bar * table.m_cal[:, None] for name, table in forms.items()}
     return predictions | {LIVE: forms[GAINS].s_bar * live[:, None]}
 
 
-def live_mass(setup: Setup, windows: Windows) -> np.ndarray:
+def _live_mass(trained: Trained, windows: Windows) -> np.ndarray:
     """(R,) routing mass of each row's expert on some windows, Eq. (1)."""
-    mass = observe_sequences(setup.model, setup.found, windows, setup.layout).mass.sum(1)
-    first = [setup.layout.first_row(index) for index in range(len(setup.layout.moe_layers))]
+    layout = trained.layout
+    mass = observe_sequences(trained.model, trained.found, windows, layout).mass.sum(1)
+    first = [layout.first_row(index) for index in range(len(layout.moe_layers))]
     totals = np.add.reduceat(mass, first) / 2  # every expert has two rows
-    return mass / np.repeat(totals, [2 * shape.experts for shape in setup.layout.moe_layers])
+    return mass / np.repeat(totals, [2 * shape.experts for shape in layout.moe_layers])
 
 
-def mean_kl(setup: Setup, weights: Substitution, plan: np.ndarray, advance: Callable[[], None]) -> float:
-    weights.write(plan)
-    kl = [diverge(setup.model, reference).kl for reference in setup.references.values()]
+def _mean_kl(judge: Judge, answers: list[Answers], index: np.ndarray, advance: Callable[[], None]) -> float:
+    kl = np.concatenate([judge.figures(given, index).kl for given in answers])
     advance()
-    return float(np.concatenate(kl).mean())
+    return float(f"{kl.mean():.6g}")
 
 
-def _total(sensitivity: np.ndarray, plan: np.ndarray) -> float:
-    return float(sensitivity[np.arange(len(plan)), np.searchsorted(WIDTHS, plan)].sum())
-
-
-def measure_residual(
-    setup: Setup, statistics: Statistics, blocks: Mapping[BlockId, PackedBlock]
+def _measure_residual(
+    trained: Trained, statistics: Statistics, blocks: Mapping[BlockId, PackedBlock]
 ) -> dict[str, dict[str, list[float]]]:
-    """By projection and transition: held-out R^2 of heads (log, raw and centered log norms) and of column energies."""
-    measured = measure_sequences(
-        setup.model, setup.found, setup.calibration, statistics, setup.layout, blocks.__getitem__
-    )
-    log, raw = (fit_residual(measured, setup.layout, feature_transform=kind) for kind in ("log", "raw"))
-    centered = fit_residual(measured, setup.layout, centered=True)
+    """By projection and transition: held-out R^2 of each of RESIDUALS."""
+    few = trained.calibration.first(RESIDUAL_WINDOWS)
+    measured = measure_sequences(trained.model, trained.found, few, statistics, trained.layout, blocks.__getitem__)
+    log, raw = (fit_residual(measured, trained.layout, feature_transform=kind) for kind in ("log", "raw"))
+    centered = fit_residual(measured, trained.layout, centered=True)
     tables = (log.head_r2, raw.head_r2, centered.head_r2, log.energy_r2)
     return {
         projection.label: {
@@ -121,24 +123,3 @@ def _balanced(layout: Layout, bits: np.ndarray, target: float, rng: np.random.Ge
         movable = np.flatnonzero((bits + step >= WIDTHS[0]) & (bits + step <= WIDTHS[-1]))
         bits[rng.choice(movable)] += step
     return bits
-
-
-def damage_lines(damage: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Markdown of measure_damage by method."""
-    lines = ["", "| predicted damage | method | single blocks | plans at equal code bytes |", "|" + " --- |" * 4]
-    for method, found in damage.items():
-        for form in (*FORMS, GAINS, LIVE):
-            ranks = [spearmanr(found[what][form], found[what]["measured"])[0] for what in ("blocks", "plans")]
-            lines += [f"| {form} | {method} | {ranks[0]:.3f} | {ranks[1]:.3f} |"]
-        counts = [len(found[what]["measured"]) for what in ("blocks", "plans")]
-    lines += ["", f"Rank correlation with measured KL: {counts[0]} blocks alone at {SINGLE_BLOCK_BITS} bits,"]
-    lines += [f"{counts[1]} random plans within 1 % of {PLAN_MEAN_BITS} mean code bits."]
-    for method, found in damage.items():
-        lines += ["", f"Held-out R^2 of the log residual, {method}:", ""]
-        lines += [
-            "| projection | transition | heads, log norms | heads, raw norms | heads, centered log norms | energies |"
-        ]
-        lines += ["|" + " --- |" * 6]
-        for projection, transitions in found["residual"].items():
-            lines += [f"| {projection} | {t} | " + " | ".join(map(str, r2)) + " |" for t, r2 in transitions.items()]
-    return lines

@@ -1,7 +1,9 @@
-"""What bench/quality.py puts together: texts, linear-blocks quantized by method, plans, bytes and intervals."""
+"""What the quality benches share: a trained model and its texts, linear-blocks by method, bytes and intervals."""
 
 from __future__ import annotations
 
+import argparse
+import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,72 +14,122 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagedweight.bitplane import plane_words
-from pagedweight.calibration.divergence import Reference, take_reference
-from pagedweight.calibration.importance import Importance, layer_importance
 from pagedweight.calibration.statistics import Statistics
 from pagedweight.calibration.text import Windows, read_documents, token_windows
 from pagedweight.discovery import ExpertsModule, find_experts
-from pagedweight.layout import BlockId, Layout, PackedBlock
-from pagedweight.quant.model import quantize_stack
-from pagedweight.quant.refine import refine_stack
+from pagedweight.layout import BlockId, Layout, PackedBlock, Projection
+from pagedweight.quant.levels import Settings, quantize_experts
 
 WIDTHS = (2, 3, 4, 5, 6)
 IMPORTANCE_1 = "fast, importance 1"
-# Sweeps of joint coordinate descent after the k-means; None leaves its tables as they are.
-METHODS = {IMPORTANCE_1: None, "fast": None, "balanced": 0, "best": 2}
-TEXTS = {"WikiText-2": "wikitext2/test.raw.txt", "C4": "c4/validation_2k.jsonl"}
-CALIBRATION_TEXT = "calibration/c4_train_sample.txt"
+# Level, and whether calibration's statistics are used.
+METHODS = {
+    IMPORTANCE_1: ("fast", False),
+    "fast": ("fast", True),
+    "balanced": ("balanced", True),
+    "best": ("best", True),
+}
+CHARACTERS_PER_TOKEN = 8  # a token is seldom longer, and tokenizers take seconds for whole files
 
 
-class Setup(NamedTuple):
-    """One model under test, in fp32 from its bf16 weights, and its own answers to the held-out windows by text."""
+class Trained(NamedTuple):
+    """A model in fp32 from its own weights, windows of calibration text, and held-out windows by text."""
 
+    name: str
     model: nn.Module
     found: list[ExpertsModule]
     layout: Layout
     calibration: Windows
-    references: Mapping[str, Reference]
+    texts: Mapping[str, Windows]
+
+    @property
+    def device(self) -> torch.device:
+        return self.found[0].module.down_proj.device
 
 
-def prepare(
-    folder: Path, data: Path, device: str, windows: int, length: int, calibration_windows: int, rows: int
-) -> Setup:
-    """rows: windows per forward. Experts run as the plain loop, the one implementation that takes every size."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every quality bench is told."""
+    parser.add_argument("models", nargs="+", type=Path, help="folders of Hugging Face MoE models")
+    parser.add_argument("--calibration", type=Path, required=True, help="text or .jsonl file to calibrate on")
+    parser.add_argument(
+        "--text",
+        action="append",
+        required=True,
+        metavar="NAME=FILE",
+        type=_named_file,
+        help="held-out text or .jsonl file, under the name that tables show; give it again for more",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--windows", type=int, default=64, help="held-out windows per text")
+    parser.add_argument("--length", type=int, default=512, help="tokens per window")
+    parser.add_argument("--calibration-windows", type=int, default=128)
+    parser.add_argument("--rows", type=int, help="windows per forward; by default 8 on the CPU, 64 on a GPU")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _named_file(argument: str) -> tuple[str, Path]:
+    name, separator, path = argument.partition("=")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"{argument!r} has no name; write NAME=FILE")
+    return name, Path(path)
+
+
+def load(folder: Path, arguments: argparse.Namespace) -> Trained:
+    """The model and its texts. Experts run as the plain loop, the one implementation that takes every size."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-    model.set_experts_implementation("eager")
-    found = find_experts(model)
 
-    def cut(path: str, count: int) -> Windows:
+    def cut(path: Path, count: int) -> Windows:
         def encode(text: str) -> Sequence[int]:
             return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-        # The tokenizer takes seconds for whole files; a token is seldom longer than eight characters.
-        documents = [document[: 8 * count * length] for document in read_documents(data / path)]
-        return token_windows(documents, encode, length=length, count=count, end_token=tokenizer.eos_token_id)
+        longest = CHARACTERS_PER_TOKEN * count * arguments.length
+        documents = [document[:longest] for document in read_documents(path)]
+        return token_windows(documents, encode, length=arguments.length, count=count, end_token=tokenizer.eos_token_id)
 
-    references = {name: take_reference(model, cut(path, windows), rows=rows) for name, path in TEXTS.items()}
+    calibration = cut(arguments.calibration, arguments.calibration_windows)
+    texts = {name: cut(path, arguments.windows) for name, path in arguments.text}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(arguments.device).eval()
+    model.set_experts_implementation("eager")
+    found = find_experts(model)
     layout = Layout(tuple(experts.shape for experts in found), WIDTHS, dict.fromkeys(WIDTHS, "lut16"))
-    return Setup(model, found, layout, cut(CALIBRATION_TEXT, calibration_windows), references)
+    return Trained(folder.name, model, found, layout, calibration, texts)
 
 
-def quantized(setup: Setup, method: str, statistics: Statistics) -> dict[BlockId, PackedBlock]:
-    """Every linear-block as a method makes it, on the model's device."""
+def rows_per_forward(arguments: argparse.Namespace) -> int:
+    return arguments.rows or (64 if arguments.device.startswith("cuda") else 8)
+
+
+def settings_of(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
+    """What a record's measurements depend on; others are not put beside them."""
     return {
-        BlockId(experts.shape.layer, expert, importance.projection): packed
-        for layer_index, experts in enumerate(setup.found)
-        for importance in layer_importance(statistics, layer_index)
-        for expert, packed in enumerate(quantized_stack(experts, importance, method))
+        "model": folder.name,
+        "texts": [name for name, _ in arguments.text],
+        "windows": arguments.windows,
+        "tokens": arguments.length,
+        "calibration_windows": arguments.calibration_windows,
     }
 
 
-def quantized_stack(experts: ExpertsModule, importance: Importance, method: str) -> list[PackedBlock]:
-    weight = (experts.module.gate_up_proj, experts.module.down_proj)[importance.projection].detach()
-    packed = quantize_stack(weight, WIDTHS, importance=None if method == IMPORTANCE_1 else importance.weights())
-    if METHODS[method] is None:
-        return packed
-    moment = torch.stack([importance.second_moment(expert) for expert in range(len(weight))])
-    return refine_stack(weight, packed, moment, sweeps=METHODS[method])
+def machine(device: str) -> str:
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else platform.processor() or platform.machine()
+    return f"{name}, torch {torch.__version__}"
+
+
+def quantized(
+    trained: Trained, method: str, statistics: Statistics, codebooks: Mapping[int, str] | None = None
+) -> dict[BlockId, PackedBlock]:
+    """Every linear-block as a method makes it, on the model's device. codebooks: the layout's by default."""
+    level, calibrated = METHODS[method]
+    codebooks = codebooks or trained.layout.codebooks
+    settings = Settings(level, tuple(codebooks), codebooks)
+    blocks = {}
+    for index, experts in enumerate(trained.found):
+        for projection in Projection:
+            weight = (experts.module.gate_up_proj, experts.module.down_proj)[projection].detach()
+            stakes = statistics.importance(index)[projection] if calibrated else None
+            for expert, packed in enumerate(quantize_experts(weight, settings, stakes)):
+                blocks[BlockId(experts.shape.layer, expert, projection)] = packed
+    return blocks
 
 
 def code_bytes(layout: Layout, bits: np.ndarray) -> int:
@@ -92,8 +144,9 @@ def true_bytes(layout: Layout, bits: np.ndarray) -> int:
     return code_bytes(layout, bits) + int(tables.sum())
 
 
-def first_windows(reference: Reference, count: int) -> Reference:
-    return reference._replace(windows=reference.windows.first(count), hidden=reference.hidden[:count])
+def rounded(values: np.ndarray) -> list[float]:
+    """Six significant digits: what a JSON of many windows need hold."""
+    return [float(f"{x:.6g}") for x in values]
 
 
 def bootstrap(values: np.ndarray, seed: int = 0, rounds: int = 2000) -> tuple[float, float]:
