@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from pagedweight.checkpoint import CheckpointError
     from pagedweight.patching import patch, unpatch
     from pagedweight.policy import Policy
+    from pagedweight.quantizing import quantize
     from pagedweight.runtime.config import RuntimeConfig
     from pagedweight.runtime.frames import OutOfFrames
-    from pagedweight.saving import from_pretrained, load, quantize, save
+    from pagedweight.saving import from_pretrained, load, save
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,7 +40,7 @@ _HOMES = {
     "from_pretrained": "saving",
     "load": "saving",
     "patch": "patching",
-    "quantize": "saving",
+    "quantize": "quantizing",
     "save": "saving",
     "unpatch": "patching",
 }

@@ -221,13 +221,22 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _differentiable_inputs(model: nn.Module) -> Iterator[None]:
     """Parameters frozen and embedded tokens requiring a gradient: backward then computes activation gradients only."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
     handle = model.get_input_embeddings().register_forward_hook(lambda _m, _a, embedded: embedded.requires_grad_())
+    try:
+        with frozen(model):
+            yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """The model with no parameter that gets a gradient; each one's own wish comes back."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
     for parameter in trainable:
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        handle.remove()
         for parameter in trainable:
             parameter.requires_grad_(True)

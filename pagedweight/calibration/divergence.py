@@ -39,8 +39,8 @@ def take_reference(model: nn.Module, windows: Windows, *, rows: int = 4) -> Refe
     """
     kept = []
     for batch in windows.batches(rows, _device(model)):
-        logits, hidden = _last_hidden(model, batch)
-        if not kept and not torch.allclose(_head_logits(model, hidden), logits.float(), rtol=1e-3, atol=1e-3):
+        logits, hidden = last_hidden(model, batch)
+        if not kept and not torch.allclose(head_logits(model, hidden), logits.float(), rtol=1e-3, atol=1e-3):
             raise ValueError(f"{type(model).__name__} changes its output head's logits in a way that is not known here")
         kept.append(hidden.cpu())
     return Reference(windows, torch.cat(kept), rows)
@@ -52,8 +52,8 @@ def diverge(model: nn.Module, reference: Reference) -> Divergence:
     parts = []
     batches = reference.windows.batches(reference.rows, _device(model))
     for batch, hidden in zip(batches, reference.hidden.split(reference.rows), strict=True):
-        logits = _last_hidden(model, batch)[0].float()
-        expected = _head_logits(model, hidden.to(logits.device))
+        logits = last_hidden(model, batch)[0].float()
+        expected = head_logits(model, hidden.to(logits.device))
         parts.extend(_of_window(*values) for values in zip(batch.tokens, batch.mask, logits, expected, strict=True))
     return Divergence(*np.array(parts, dtype=np.float64).T)
 
@@ -67,7 +67,7 @@ def _of_window(tokens: Tensor, mask: Tensor, logits: Tensor, expected: Tensor) -
     return loss.item(), kl.item(), agreement.item()
 
 
-def _head_logits(model: nn.Module, hidden: Tensor) -> Tensor:
+def head_logits(model: nn.Module, hidden: Tensor) -> Tensor:
     """fp32 logits of the output head, capped where the model's configuration says so."""
     logits = model.get_output_embeddings()(hidden).float()
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
@@ -78,7 +78,7 @@ def _device(model: nn.Module) -> torch.device:
     return model.get_output_embeddings().weight.device
 
 
-def _last_hidden(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+def last_hidden(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Logits and what the output head made them from."""
     with _recorded_input(model.get_output_embeddings()) as seen:
         logits = model(input_ids=batch.tokens, attention_mask=batch.mask.long(), use_cache=False).logits

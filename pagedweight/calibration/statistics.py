@@ -92,7 +92,7 @@ class LayerSums:
 class Statistics:
     """Everything calibration sums up over its sequences. tokens: observed tokens. sequences: batch rows seen."""
 
-    layers: tuple[LayerSums, ...]
+    layers: Sequence[LayerSums]
     tokens: int = 0
     sequences: int = 0
 

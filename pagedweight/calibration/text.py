@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pagedweight.calibration.capture import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DOCUMENT_END = "<|endoftext|>"  # a line of its own between documents of a plain text file
 FEWEST_TOKENS = 32
@@ -94,3 +97,41 @@ def token_windows(
     tokens[: len(ids)] = torch.tensor(ids)
     mask = torch.arange(rows * length) < len(ids)
     return Windows(tokens.view(rows, length), mask.view(rows, length), skipped)
+
+
+Text = str | Path | Sequence[Path] | Sequence[str] | Windows
+
+
+def windows_of(
+    text: Text, tokenizer_of: Callable[[], PreTrainedTokenizerBase], *, length: int = 512, count: int | None = None
+) -> Windows:
+    """Windows of calibration text, at most `count`.
+
+    text: a text or .jsonl file; several of them as Paths, which give a window each in turn; documents; or windows.
+    tokenizer_of: called once the files have been read. ValueError when the text will not do.
+    """
+    if isinstance(text, Windows):
+        return text if count is None else text.first(count)
+    if isinstance(text, str | Path):
+        text = [Path(text)]
+    files = [one for one in text if isinstance(one, Path)]
+    groups = [read_documents(file) for file in files] if files else [list(text)]
+    tokenizer = tokenizer_of()
+
+    def encode(document: str) -> Sequence[int]:
+        return tokenizer(document, add_special_tokens=False)["input_ids"]
+
+    cuts = [token_windows(one, encode, length=length, count=count, end_token=tokenizer.eos_token_id) for one in groups]
+    return _in_turn(cuts, count)
+
+
+def _in_turn(cuts: Sequence[Windows], count: int | None) -> Windows:
+    """The first window of each text, then the second of each, and so on."""
+    if len(cuts) == 1:
+        return cuts[0]
+    order = sorted((row, text) for text, cut in enumerate(cuts) for row in range(len(cut.tokens)))[:count]
+    return Windows(
+        torch.stack([cuts[text].tokens[row] for row, text in order]),
+        torch.stack([cuts[text].mask[row] for row, text in order]),
+        sum(cut.skipped for cut in cuts),
+    )

@@ -14,7 +14,7 @@ from pagedweight.quant.refine import refine_stack
 
 # Sweeps of joint coordinate descent after weighted k-means; None leaves its tables as they are, 0 refits them only.
 LEVELS: Mapping[str, int | None] = {"fast": None, "balanced": 0, "best": 2}
-GROUP_BYTES = {"cpu": 1 << 25, "cuda": 1 << 30}  # of fp32 weights and second moments that are worked on at once
+GROUP_BYTES = {"cpu": 1 << 23, "cuda": 1 << 30}  # of fp32 weights and second moments that are worked on at once
 
 
 class Stakes(Protocol):
@@ -91,6 +91,6 @@ def _groups(weight: Tensor, refined: bool) -> Iterator[slice]:
     """Slices of the experts that are worked on together."""
     experts, rows, columns = weight.shape
     each = 4 * rows * columns + (4 * columns * columns if refined else 0)
-    size = max(1, GROUP_BYTES.get(weight.device.type, 1 << 25) // each)
+    size = max(1, GROUP_BYTES.get(weight.device.type, 1 << 23) // each)
     for first in range(0, experts, size):
         yield slice(first, min(first + size, experts))

@@ -20,6 +20,8 @@ from pagedweight.quant.sorted_rows import fill_empty
 SEED_WIDTH = 3
 CHUNK_WEIGHTS = {"cpu": 1 << 15, "cuda": 1 << 22}  # weights in flight: the working set is about 250 bytes for each
 
+SUM_WEIGHTS = 1 << 18  # in fp64 at once
+
 
 class _Fitted(NamedTuple):
     codes: Tensor
@@ -149,5 +151,12 @@ def sensitivity(weight: Tensor, packed: PackedBlock, importance: Tensor | None =
     weight: (N, K). importance: broadcastable to (N, K), ones by default.
     """
     stakes = torch.ones((), dtype=torch.float64) if importance is None else importance.double()
-    errors = [(weight.double() - dequantize(packed, bits)).square() for bits in sorted(packed.tables)]
-    return torch.stack([(stakes.to(error.device) * error).sum() for error in errors])
+    stakes = torch.broadcast_to(stakes.to(packed.planes.device), weight.shape)
+    widths = sorted(packed.tables)
+    total = torch.zeros(len(widths), dtype=torch.float64, device=packed.planes.device)
+    step = max(1, SUM_WEIGHTS // weight.shape[1])
+    for chunk in (slice(first, first + step) for first in range(0, weight.shape[0], step)):
+        rows = PackedBlock(packed.planes[:, chunk], {b: t[chunk] for b, t in packed.tables.items()}, packed.columns)
+        errors = [(weight[chunk].double() - dequantize(rows, bits)).square() for bits in widths]
+        total += torch.stack([(stakes[chunk] * error).sum() for error in errors])
+    return total

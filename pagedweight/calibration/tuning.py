@@ -1,0 +1,187 @@
+"""Tables that answer as the unquantized model does: codes stay, table entries follow the gradient of the divergence.
+
+Least squares fits each linear-block to its own weights. What its errors do further on, and what other linear-blocks
+could make good, only the whole model shows: its next-token distribution is compared with the one it had.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from pagedweight.bitplane import unpack_codes
+from pagedweight.calibration.capture import evaluating, frozen, replaced_forward, routed_pairs
+from pagedweight.calibration.divergence import Reference, head_logits, last_hidden, take_reference
+from pagedweight.calibration.text import Windows
+from pagedweight.discovery import ExpertsModule
+from pagedweight.layout import BlockId, Layout, PackedBlock, Projection
+
+FP16_MAX = torch.finfo(torch.float16).max
+TUNED_WIDTHS = (2, 3, 4)  # above them the divergence is too small to be worth the steps
+
+
+class TuningOptions(NamedTuple):
+    """epochs: passes over the windows for each width. rows: windows per step. rate: the largest step of an entry, in
+    units of its row's mean absolute entry."""
+
+    epochs: int = 2
+    rows: int = 4
+    rate: float = 0.01
+    seed: int = 0
+
+
+class _Lookup(torch.autograd.Function):
+    """values (N, C) at codes (N, K); the gradient of an entry is summed in the same order every time."""
+
+    @staticmethod
+    def forward(ctx: object, values: Tensor, codes: Tensor) -> Tensor:
+        ctx.save_for_backward(codes)
+        ctx.entries = values.shape[1]
+        return values.gather(1, codes.long())
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
+        (codes,) = ctx.saved_tensors
+        return torch.stack([(gradient * (codes == c)).sum(1) for c in range(ctx.entries)], dim=1), None
+
+
+class _Tables:
+    """The 16-bit tables of one width, all linear-blocks of one layer, as parameters on the experts' device.
+
+    codes: by projection, uint8 (E, N, K). steps: by projection, fp32 (E, N, 2^b), how far entries have moved.
+    """
+
+    def __init__(self, experts: ExpertsModule, bits: int, block: Callable[[BlockId], PackedBlock]) -> None:
+        self._layer, self._bits = experts.shape.layer, bits
+        device = experts.module.down_proj.device
+        self.codes, self._start, self._unit, self.steps = [], [], [], []
+        for projection in Projection:
+            packed = [block(BlockId(self._layer, e, projection)) for e in range(experts.shape.experts)]
+            codes = [unpack_codes(one.planes.to(device), one.columns, bits) for one in packed]
+            start = torch.stack([one.tables[bits].to(device).float() for one in packed])
+            self.codes.append(torch.stack(codes))
+            self._start.append(start)
+            self._unit.append(start.abs().mean(-1, keepdim=True))
+            self.steps.append(torch.zeros_like(start, requires_grad=True))
+
+    def values(self, projection: Projection, expert: int) -> Tensor:
+        moved = self._unit[projection][expert] * self.steps[projection][expert]
+        return self._start[projection][expert] + moved
+
+    def weight(self, projection: Projection, expert: int) -> Tensor:
+        """(N, K) fp32."""
+        return _Lookup.apply(self.values(projection, expert), self.codes[projection][expert])
+
+    @torch.no_grad()
+    def tuned(self, block: BlockId) -> Tensor:
+        """The table as a checkpoint holds it, (N, 2^b) fp16 on the CPU."""
+        return self.values(block.projection, block.expert).clamp(-FP16_MAX, FP16_MAX).half().cpu()
+
+
+def _experts_forward(module: nn.Module, tables: _Tables) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The module's forward on looked-up weights, which are made again in the backward pass instead of kept."""
+
+    def run(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        tokens, slots, outputs = [], [], []
+        for expert, token, slot in routed_pairs(index, module.num_experts):
+            gated = hidden[token].float() @ tables.weight(Projection.GATE_UP, expert).T
+            output = module._apply_gate(gated) @ tables.weight(Projection.DOWN, expert).T
+            tokens.append(token)
+            slots.append(slot)
+            outputs.append(output * weights[token, slot, None].float())
+        pairs = hidden.new_zeros(*index.shape, hidden.shape[1], dtype=torch.float32)
+        pairs = pairs.index_put((torch.cat(tokens), torch.cat(slots)), torch.cat(outputs))
+        return pairs.sum(1).to(hidden.dtype)
+
+    return lambda hidden, index, weights: checkpoint(run, hidden, index, weights, use_reentrant=False)
+
+
+def tune_tables(
+    model: nn.Module,
+    found: Sequence[ExpertsModule],
+    layout: Layout,
+    block: Callable[[BlockId], PackedBlock],
+    windows: Windows,
+    options: TuningOptions | None = None,
+    *,
+    widths: Sequence[int] = TUNED_WIDTHS,
+    advance: Callable[[], None] = lambda: None,
+) -> dict[int, Mapping[BlockId, Tensor]]:
+    """By width, every linear-block's table after tuning, (N, 2^b) fp16 on the CPU; the model is as it was afterwards.
+
+    model: with its own weights, the teacher. block: the packed linear-blocks. Only 16-bit tables are tuned, one width
+    at a time with every linear-block at it. The order of the windows is the seed's; equal inputs give equal tables.
+    advance: called after each of `tuning_steps` steps.
+    """
+    options = options or TuningOptions()
+    reference = take_reference(model, windows, rows=options.rows)
+    tuned = {}
+    for bits in tuned_widths(layout, widths):
+        tables = [_Tables(experts, bits, block) for experts in found]
+        _descend(model, found, tables, reference, options, advance)
+        by_layer = {experts.shape.layer: own for experts, own in zip(found, tables, strict=True)}
+        tuned[bits] = {one: by_layer[one.layer].tuned(one) for one in layout.blocks()}
+    return tuned
+
+
+def tuned_widths(layout: Layout, widths: Sequence[int] = TUNED_WIDTHS) -> list[int]:
+    """The layout's widths that tuning changes."""
+    return [bits for bits in layout.widths if bits in widths and layout.codebooks[bits] == "lut16"]
+
+
+def tuning_steps(layout: Layout, windows: Windows, options: TuningOptions, widths: Sequence[int] = TUNED_WIDTHS) -> int:
+    """How many steps tune_tables will take."""
+    return len(tuned_widths(layout, widths)) * options.epochs * -(-len(windows.tokens) // options.rows)
+
+
+def _descend(
+    model: nn.Module,
+    found: Sequence[ExpertsModule],
+    tables: Sequence[_Tables],
+    reference: Reference,
+    options: TuningOptions,
+    advance: Callable[[], None],
+) -> None:
+    order = np.random.default_rng(options.seed)
+    optimizer = torch.optim.Adam([s for own in tables for s in own.steps], lr=options.rate, betas=(0.9, 0.95))
+    count = len(reference.windows.tokens)
+    batches = [
+        torch.from_numpy(part)
+        for _ in range(options.epochs)
+        for part in np.split(order.permutation(count), range(options.rows, count, options.rows))
+    ]
+    with ExitStack() as undo:
+        undo.enter_context(evaluating(model))
+        undo.enter_context(frozen(model))
+        # The faster attention kernels add up gradients in whatever order threads come.
+        undo.enter_context(sdpa_kernel(SDPBackend.MATH))
+        for experts, own in zip(found, tables, strict=True):
+            undo.enter_context(replaced_forward(experts.module, _experts_forward(experts.module, own)))
+        for step, batch in enumerate(batches):
+            for group in optimizer.param_groups:
+                group["lr"] = options.rate * (0.05 + 0.95 * math.cos(math.pi / 2 * step / len(batches)) ** 2)
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                _divergence(model, reference, batch).backward()
+            optimizer.step()
+            advance()
+
+
+def _divergence(model: nn.Module, reference: Reference, batch: Tensor) -> Tensor:
+    """Mean KL(reference || model) over some windows' tokens, nats."""
+    device = model.get_output_embeddings().weight.device
+    windows = reference.windows
+    given = windows._replace(tokens=windows.tokens[batch], mask=windows.mask[batch])
+    (one,) = given.batches(len(batch), device)
+    logits = last_hidden(model, one)[0][one.mask].float().log_softmax(-1)
+    with torch.no_grad():
+        expected = head_logits(model, reference.hidden[batch].to(device)[one.mask]).log_softmax(-1)
+    return nn.functional.kl_div(logits, expected, log_target=True, reduction="sum") / len(logits)

@@ -1,0 +1,162 @@
+"""A dense model's folder, read tensor by tensor: some into place in a larger one, the rest copied byte for byte."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pagedweight.checkpoint_format import MAX_HEADER_BYTES
+from pagedweight.checkpoint_shard import header_of, sync_and_rename
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+COPY_BYTES = 1 << 24
+SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of each file, to tell a folder from one with other weights
+
+
+class Entry(NamedTuple):
+    """One tensor of a file. begin, end: its bytes in the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Piece(NamedTuple):
+    """A tensor of the folder that fills part of a target: all of it, or target[expert, first : first + its rows]."""
+
+    name: str
+    expert: int | None
+    first: int
+
+
+class DenseFolder:
+    """The safetensors files of a model's folder. Nothing stays open or in memory between two reads.
+
+    tensors: by name. ValueError when there are none, or a file is not what it should be.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files = [folder / name for name in _file_names(folder)]
+        self.tensors: dict[str, Entry] = {}
+        for file in self.files:
+            self.tensors |= _entries(file)
+
+    def identity(self) -> str:
+        """Hex SHA-256 of names, sizes, headers and samples of the files' data: other weights give another one."""
+        digest = hashlib.sha256()
+        for path in self.files:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with open(path, "rb") as file:
+                for sample in range(SAMPLES + 1):
+                    file.seek(min(size * sample // SAMPLES, max(0, size - SAMPLE_BYTES)))
+                    digest.update(file.read(SAMPLE_BYTES))
+        return digest.hexdigest()
+
+    def read(self, target: Tensor, pieces: Sequence[Piece]) -> None:
+        """Fill a contiguous tensor on the CPU from its pieces, of shapes that fit, with no copy beside it."""
+        for piece in pieces:
+            entry = self.tensors[piece.name]
+            part = target
+            if piece.expert is not None:
+                part = target[piece.expert, piece.first : piece.first + entry.shape[0]]
+            with open(entry.file, "rb") as file:
+                file.seek(entry.begin)
+                wanted = entry.end - entry.begin
+                if file.readinto(part.reshape(-1).view(torch.uint8).numpy()) != wanted:
+                    raise ValueError(f"{entry.file} ends within {piece.name}; copy the file again")
+
+    def copy_rest(self, out: Path, taken: set[str], extra: Mapping[str, Tensor]) -> None:
+        """Every tensor that is not taken, byte for byte under its own name, and some extra ones; with an index."""
+        parts = [
+            {name: entry for name, entry in self.tensors.items() if entry.file == file and name not in taken}
+            for file in self.files
+        ]
+        parts = [part for part in parts if part]
+        count = len(parts) + bool(extra)
+        names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [SINGLE]
+        for old in out.glob("model*.safetensors*"):
+            old.unlink()
+        for name, part in zip(names, parts, strict=False):
+            _copy(out / name, part)
+        index = {tensor: name for name, part in zip(names, parts, strict=False) for tensor in part}
+        if extra:
+            _write(out / names[-1], extra)
+            index |= dict.fromkeys(extra, names[-1])
+        if count > 1:
+            size = sum(e.end - e.begin for part in parts for e in part.values()) + sum(t.nbytes for t in extra.values())
+            document = {"metadata": {"total_size": size}, "weight_map": dict(sorted(index.items()))}
+            (out / INDEX).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _file_names(folder: Path) -> list[str]:
+    if (folder / INDEX).is_file():
+        return sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    raise ValueError(
+        f"{folder} has neither {SINGLE} nor {INDEX}; save the model with save_pretrained, which writes safetensors"
+    )
+
+
+def _entries(path: Path) -> dict[str, Entry]:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; download the model again")
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size - 8, MAX_HEADER_BYTES):
+            raise ValueError(f"{path} is damaged: its header cannot be read; download the model again")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    entries = {
+        name: Entry(path, e["dtype"], tuple(e["shape"]), *(8 + length + offset for offset in e["data_offsets"]))
+        for name, e in header.items()
+    }
+    if any(entry.end > size for entry in entries.values()):
+        raise ValueError(f"{path} has {size} bytes, fewer than its header says; download the model again")
+    return entries
+
+
+def _copy(path: Path, entries: Mapping[str, Entry]) -> None:
+    unfinished = path.with_name(f"{path.name}.tmp")
+    sizes = {name: (e.dtype, e.shape, e.end - e.begin) for name, e in entries.items()}
+    with open(unfinished, "wb") as out:
+        out.write(header_of(sizes, {"format": "pt"}))
+        for entry in entries.values():
+            for chunk in _bytes_of(entry):
+                out.write(chunk)
+    sync_and_rename(unfinished, path)
+
+
+def _bytes_of(entry: Entry) -> Iterator[bytes]:
+    with open(entry.file, "rb") as file:
+        file.seek(entry.begin)
+        left = entry.end - entry.begin
+        while left:
+            chunk = file.read(min(left, COPY_BYTES))
+            if not chunk:
+                raise ValueError(f"{entry.file} ends within a tensor; copy the file again")
+            left -= len(chunk)
+            yield chunk
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    unfinished = path.with_name(f"{path.name}.tmp")
+    with open(unfinished, "wb") as out:
+        sizes = {name: (names[t.dtype], tuple(t.shape), t.nbytes) for name, t in tensors.items()}
+        out.write(header_of(sizes, {"format": "pt"}))
+        for tensor in tensors.values():
+            out.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    sync_and_rename(unfinished, path)

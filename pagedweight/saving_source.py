@@ -1,0 +1,199 @@
+"""Where quantize() takes a model from: one in memory, or a folder that is read layer by layer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pagedweight.discovery import ExpertsModule, find_experts
+from pagedweight.saving_folder import DTYPES, DenseFolder, Piece
+from pagedweight.saving_names import pieces_by_target
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# What a tokenizer or processor may have beside the weights; copied when a folder is quantized.
+COMPANIONS = (
+    *("generation_config.json", "token*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *("*processor_config.json", "chat_template*", "LICENSE*"),
+)
+
+
+class Source(Protocol):
+    """A dense model to quantize. found: its experts, in layer order."""
+
+    found: list[ExpertsModule]
+
+    def identity(self) -> str | None:
+        """What tells its weights from others', so that a killed run may go on; None where that would take too long."""
+
+    def weights(self, index: int) -> tuple[Tensor, Tensor]:
+        """gate_up and down of one layer, as ExpertsModule.weights has them, on the device to quantize on."""
+
+    def release(self, index: int) -> None:
+        """The layer's weights are not needed any more."""
+
+    def write_rest(self, out: Path) -> None:
+        """Everything but the experts' weights, and a config that says so."""
+
+
+class ModelSource:
+    """A transformers model in memory; it is left as it is."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        if hasattr(model, "pagedweight"):
+            raise ValueError(
+                "the model is patched; write it with pagedweight.save(model, directory), or unpatch it first"
+            )
+        self._model = model
+        self.found = find_experts(model)
+
+    def identity(self) -> None:
+        return None
+
+    def weights(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.found[index].weights()
+
+    def release(self, index: int) -> None:
+        """They stay the model's."""
+
+    def write_rest(self, out: Path) -> None:
+        prefixes = tuple(f"{experts.path}." for experts in self.found)
+        rest = {name: t for name, t in self._model.state_dict().items() if not name.startswith(prefixes)}
+        save_rest(self._model, out, rest | _biases(self.found))
+
+
+class FolderSource:
+    """A folder of safetensors. At most one layer's weights are in memory.
+
+    ValueError when it has none, is quantized already, or lacks a tensor; saving_names.UnknownConversion when only
+    transformers knows how its experts are put together.
+    """
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self._config = _dense_config(folder)
+        self._folder = DenseFolder(folder)
+        self._device = device
+        self._model = _meta_model(folder)
+        self.found = find_experts(self._model, on_meta=True)
+        self._shapes = {
+            f"{experts.path}.{name}": experts.module.get_parameter(name).shape
+            for experts in self.found
+            for name in (*experts.storage.names, *_bias_names(experts))
+        }
+        self._pieces = pieces_by_target(self._folder, self._model, self._shapes)
+
+    def identity(self) -> str:
+        return self._folder.identity()
+
+    def weights(self, index: int) -> tuple[Tensor, Tensor]:
+        experts = self.found[index]
+        self._fill(experts, experts.storage.names)
+        return tuple(weight.to(self._device) for weight in experts.weights())
+
+    def release(self, index: int) -> None:
+        self.found[index].drop_weights()
+
+    def write_rest(self, out: Path) -> None:
+        for experts in self.found:
+            self._fill(experts, _bias_names(experts))
+        taken = {piece.name for pieces in self._pieces.values() for piece in pieces}
+        self._folder.copy_rest(out, taken, _biases(self.found))
+        for pattern in COMPANIONS:
+            for path in self._folder.folder.glob(pattern):
+                shutil.copy2(path, out / path.name)
+        write_config(out, self._config)
+
+    def _fill(self, experts: ExpertsModule, names: tuple[str, ...]) -> None:
+        for name in names:
+            target = f"{experts.path}.{name}"
+            tensor = torch.empty(self._shapes[target], dtype=self._dtype(self._pieces[target]))
+            self._folder.read(tensor, self._pieces[target])
+            holder, _, own = name.rpartition(".")
+            experts.module.get_submodule(holder).register_parameter(own, nn.Parameter(tensor, requires_grad=False))
+
+    def _dtype(self, pieces: list[Piece]) -> torch.dtype:
+        found = {self._folder.tensors[piece.name].dtype for piece in pieces}
+        if len(found) > 1 or not found <= DTYPES.keys():
+            raise ValueError(
+                f"{pieces[0].name} and its like are {', '.join(sorted(found))}; give a model in one of bfloat16, "
+                "float16 and float32"
+            )
+        return DTYPES[found.pop()]
+
+
+def _bias_names(experts: ExpertsModule) -> tuple[str, ...]:
+    """Names of the module's own bias parameters."""
+    own = {name for name, _ in experts.module.named_parameters()}
+    return tuple(sorted(name for name in own - set(experts.storage.names) if name.endswith("_bias")))
+
+
+def _biases(found: list[ExpertsModule]) -> dict[str, Tensor]:
+    """Biases as paged experts keep them, by their name in the model."""
+    return {f"{e.path}.{name}": bias.contiguous() for e in found for name, bias in e.biases().items()}
+
+
+def _dense_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no config.json; give a model's folder as save_pretrained writes it")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method:
+        raise ValueError(f"{folder} is quantized already ({method}); give the model in 16 or 32 bits")
+    return config
+
+
+def write_config(out: Path, config: Mapping[str, Any]) -> None:
+    """The model's config.json with a word that its experts are paged."""
+    from pagedweight.integrations.hf_quantizer import METHOD
+
+    content = {**config, "quantization_config": {"quant_method": METHOD}}
+    (out / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def save_rest(model: PreTrainedModel, out: Path, state: dict[str, Tensor]) -> None:
+    """Everything but the experts as transformers saves it, and a config that says so."""
+    # Not model.save_pretrained: a patched model refuses that, since it alone would lose the experts.
+    type(model).save_pretrained(model, out, state_dict=state)
+    write_config(out, json.loads((out / "config.json").read_text(encoding="utf-8")))
+
+
+def model_class(directory: str | Path) -> Any:
+    """The class that config.json names, so that the same one comes back that was saved."""
+    import transformers
+
+    architectures = transformers.AutoConfig.from_pretrained(directory).architectures or []
+    known = next((getattr(transformers, name) for name in architectures if hasattr(transformers, name)), None)
+    return known or transformers.AutoModelForCausalLM
+
+
+def _meta_model(folder: Path) -> PreTrainedModel:
+    """The model without data."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind = model_class(folder)
+    with torch.device("meta"):
+        return kind.from_config(config) if kind is transformers.AutoModelForCausalLM else kind(config)
+
+
+def local_folder(name_or_path: str | Path) -> Path:
+    """The folder of a model: a path, or what the Hub has under that name, downloaded.
+
+    ValueError when there is no such folder.
+    """
+    path = Path(name_or_path)
+    if path.is_dir():
+        return path
+    if path.is_absolute() or path.exists() or len(path.parts) > 2:
+        raise ValueError(f"there is no folder {name_or_path}; give a model's folder or its name on the Hub")
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(name_or_path), allow_patterns=["*.safetensors", "*.json", *COMPANIONS]))

@@ -1,0 +1,289 @@
+"""quantize() of a folder: layer by layer, from where a killed run stopped, and equal to quantizing the loaded model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the hf extra")
+
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import pagedweight
+from pagedweight.calibration.stored import load_statistics, save_statistics
+from pagedweight.calibration.text import Windows
+from pagedweight.calibration.tuning import TuningOptions
+from pagedweight.checkpoint import Checkpoint, CheckpointError, CheckpointWriter
+from pagedweight.policy import Policy
+from pagedweight.saving_folder import DenseFolder
+from tests.calibration.support import batch, statistics_of
+from tests.hf_models import FAMILIES, mixtral_m8, tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*experts saw too few:UserWarning")
+SMALL = {"num_local_experts": 3, "intermediate_size": 32}
+TUNING = TuningOptions(epochs=1, rows=2)
+
+
+def dense_folder(model: PreTrainedModel, folder: Path, shard: str = "60KB") -> Path:
+    model.save_pretrained(folder, max_shard_size=shard)
+    (folder / "tokenizer_config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    return dense_folder(mixtral_m8(**SMALL), tmp_path / "dense")
+
+
+def pages(folder: Path) -> dict[str, str]:
+    """Checksums of everything under pagedweight/ but the metadata, which also says where the pages come from."""
+    files = sorted(path for path in (folder / "pagedweight").iterdir() if path.name != "metadata.json")
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def everything(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def windows(rows: int = 4, length: int = 16) -> Windows:
+    return Windows(tokens(rows, length), torch.ones(rows, length, dtype=torch.bool), 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_gives_the_pages_of_the_loaded_model(family: str, tmp_path: Path) -> None:
+    """Per-expert tensors over several shards (M8, Q60), and fused three-dimensional ones (G16)."""
+    model = FAMILIES[family]()
+    source = dense_folder(model, tmp_path / "dense", "200KB")
+    assert len(list(source.glob("*.safetensors"))) > 3
+    pagedweight.quantize(source, tmp_path / "streamed", device="cpu")
+    pagedweight.quantize(model, tmp_path / "loaded")
+    assert pages(tmp_path / "streamed") == pages(tmp_path / "loaded")
+    ids = tokens(1, 6)
+    with torch.no_grad():
+        streamed, loaded = (pagedweight.load(tmp_path / name)(ids).logits for name in ("streamed", "loaded"))
+    assert torch.equal(streamed, loaded)
+
+
+def test_case_36_what_is_no_expert_weight_is_copied_byte_for_byte(dense: Path, tmp_path: Path) -> None:
+    out = pagedweight.quantize(dense, tmp_path / "out")
+    before, after = DenseFolder(dense), DenseFolder(out)
+    experts = {name for name in before.tensors if re.search(r"experts\.\d+\.w[123]", name)}
+    assert len(experts) == 2 * 3 * 3
+    assert after.tensors.keys() == before.tensors.keys() - experts
+    for name, entry in after.tensors.items():
+        old = before.tensors[name]
+        assert (entry.dtype, entry.shape) == (old.dtype, old.shape)
+        assert entry.file.read_bytes()[entry.begin : entry.end] == old.file.read_bytes()[old.begin : old.end]
+    for path in out.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+    assert json.loads((out / "config.json").read_text())["quantization_config"] == {"quant_method": "pagedweight"}
+    assert (out / "tokenizer_config.json").read_text() == "{}"
+
+
+class Killed(BaseException):
+    """What a signal would do, at a chosen moment."""
+
+
+class Killer:
+    """Progress that kills the run when it has been called `at` times."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, step: str, done: int, total: int) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Killed(step)
+
+
+def kill_and_go_on(run, out: Path, moments: list[int]) -> set[str]:
+    """Kill a run after so many steps, again and again, then let it end; the steps it was killed in."""
+    steps = set()
+    for moment in moments:
+        with pytest.raises(Killed) as killed:
+            run(out, Killer(moment))
+        steps.add(str(killed.value))
+        with pytest.raises(CheckpointError):
+            pagedweight.load(out)
+    run(out, lambda step, done, total: None)
+    return steps
+
+
+def test_a_run_killed_at_every_point_goes_on_and_ends_with_the_same_bytes(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CheckpointWriter.__init__.__kwdefaults__, "shard_bytes", 20_000)
+    counted: list[int] = []
+
+    def run(out: Path, progress) -> None:
+        pagedweight.quantize(dense, out, progress=progress)
+
+    run(tmp_path / "whole", lambda step, done, total: counted.append(done))
+    assert counted == list(range(1, 13))
+    # Every block: with shards this small a killed run loses none or one, so each goes a little further.
+    assert kill_and_go_on(run, tmp_path / "killed", [0, 3, 3, 3]) == {"layer 0", "layer 1"}
+    assert everything(tmp_path / "killed") == everything(tmp_path / "whole")
+    assert len(pages(tmp_path / "killed")) > 5
+
+
+def test_a_killed_run_at_level_best_goes_on_too(dense: Path, tmp_path: Path) -> None:
+    def run(out: Path, progress) -> None:
+        pagedweight.quantize(dense, out, level="best", calibration=windows(), tuning=TUNING, progress=progress)
+
+    run(tmp_path / "whole", lambda step, done, total: None)
+    moments = [0, 3, 12, 2, 5]
+    assert kill_and_go_on(run, tmp_path / "killed", moments) == {"calibration", "layer 0", "layer 1", "tuning"}
+    assert everything(tmp_path / "killed") == everything(tmp_path / "whole")
+    assert not (tmp_path / "killed" / "pagedweight-draft").exists()
+
+
+def test_a_run_by_another_recipe_starts_again(dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        pagedweight.quantize(dense, tmp_path / "out", level="best", calibration=windows(), progress=Killer(10))
+    pagedweight.quantize(dense, tmp_path / "out", progress=lambda *step: None)
+    pagedweight.quantize(dense, tmp_path / "fresh")
+    assert pages(tmp_path / "out") == pages(tmp_path / "fresh")
+
+
+def test_levels_lower_the_damage_and_say_so_in_the_policy(dense: Path, tmp_path: Path) -> None:
+    statistics = statistics_of(AutoModelForCausalLM.from_pretrained(dense), batch(8, 64))
+    save_statistics(statistics, tmp_path / "statistics")
+    stored = load_statistics(tmp_path / "statistics")
+    damage = {}
+    for level in ("fast", "balanced", "best"):
+        out = pagedweight.quantize(dense, tmp_path / level, level=level, calibration=stored)
+        policy = Policy.load(out / "pagedweight")
+        damage[level] = policy.sensitivity.sum(0)
+        np.testing.assert_allclose(policy.m_cal.reshape(2, 3, 2).sum(1), 1.0)
+        assert Checkpoint.open(out).recipe["level"] == level
+    assert (damage["balanced"] < damage["fast"]).all()
+    assert (damage["best"] < damage["balanced"]).all()
+    again = pagedweight.quantize(dense, tmp_path / "again", level="best", calibration=statistics)
+    assert everything(again) == everything(tmp_path / "best")
+
+
+def test_patch_quantizes_at_a_level_too(dense: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(dense)
+    statistics = statistics_of(model, batch(8, 64))
+    out = pagedweight.quantize(model, tmp_path / "out", level="best", calibration=statistics)
+    patched, ids = pagedweight.patch(model, level="best", calibration=statistics), tokens(1, 6)
+    assert torch.equal(patched(ids).logits, pagedweight.load(out)(ids).logits)
+    np.testing.assert_array_equal(patched.pagedweight.policy.s_bar, Policy.load(out / "pagedweight").s_bar)
+
+
+@pytest.mark.parametrize("level", ["balanced", "best"])
+def test_a_level_that_needs_calibration_is_refused_without(dense: Path, tmp_path: Path, level: str) -> None:
+    with pytest.raises(ValueError, match=f"level '{level}' weighs errors by calibration; give calibration"):
+        pagedweight.quantize(dense, tmp_path / "out", level=level)
+    with pytest.raises(ValueError, match="the levels are fast, balanced, best"):
+        pagedweight.quantize(dense, tmp_path / "out", level="worst")
+    assert not (tmp_path / "out").exists()
+
+
+def remove_a_shard(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+
+
+def cut_a_shard(folder: Path) -> None:
+    path = sorted(folder.glob("*.safetensors"))[-1]
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def remove_an_expert(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    name = next(name for name in content["weight_map"] if name.endswith("experts.1.w2.weight"))
+    path = folder / content["weight_map"][name]
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(name.encode(), name.replace("w2", "v2").encode()))
+
+
+DAMAGES = {
+    "a missing shard": (remove_a_shard, "is missing; download the model again"),
+    "a cut shard": (cut_a_shard, "fewer than its header says; download the model again"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "no safetensors": (
+        lambda folder: [path.unlink() for path in folder.glob("model*")],
+        "has neither model.safetensors nor model.safetensors.index.json",
+    ),
+    "a quantized model": (
+        lambda folder: (folder / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}'),
+        "is quantized already",
+    ),
+    "an expert without a tensor": (remove_an_expert, "has tensors for 3 experts of .*, 5 rows|lacks|download it again"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_folder_that_will_not_do_is_refused_before_anything_is_written(
+    dense: Path, tmp_path: Path, damage: str
+) -> None:
+    change, message = DAMAGES[damage]
+    change(dense)
+    with pytest.raises(ValueError, match=message):
+        pagedweight.quantize(dense, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_is_not_quantized_into_itself(dense: Path) -> None:
+    before = everything(dense)
+    with pytest.raises(ValueError, match="holds the model itself; write to another folder"):
+        pagedweight.quantize(dense, dense)
+    assert everything(dense) == before
+
+
+def test_files_of_an_earlier_model_do_not_stay(dense: Path, tmp_path: Path) -> None:
+    """Left-over shards would win over the new ones."""
+    other = dense_folder(mixtral_m8(seed=1, **SMALL), tmp_path / "other", "5GB")
+    out = pagedweight.quantize(other, tmp_path / "out")
+    assert (out / "model.safetensors").exists()
+    pagedweight.quantize(dense, out)
+    assert everything(out) == everything(pagedweight.quantize(dense, tmp_path / "fresh"))
+
+
+MEASURE = """
+import sys, torch, pagedweight
+from pathlib import Path
+torch.set_num_threads(1)
+small, large, out = sys.argv[1:]
+pagedweight.quantize(small, Path(out) / "small", widths=(2,))  # what imports and caches take is there now
+def status(field):
+    line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(field))
+    return int(line.split()[1]) * 1024
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+before = status("VmRSS")
+pagedweight.quantize(large, Path(out) / "large", widths=(2,))
+print(status("VmHWM") - before)
+"""
+
+
+def test_case_34_no_more_than_a_layer_is_in_memory(dense: Path, tmp_path: Path) -> None:
+    """All experts together would not fit under the bound."""
+    shape = {"hidden_size": 512, "intermediate_size": 512, "num_local_experts": 8, "num_hidden_layers": 3}
+    model = mixtral_m8(**shape).to(torch.bfloat16)
+    layer_bytes = 2 * 8 * 3 * 512 * 512
+    large = dense_folder(model, tmp_path / "large", "20MB")
+    del model
+    arguments = [sys.executable, "-c", MEASURE, dense, large, tmp_path / "out"]
+    # The allocator gives freed memory back at once, so that the peak is what was in use.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    repository = Path(__file__).parents[2]
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=repository, timeout=250, env=environment)
+    assert done.returncode == 0, done.stderr
+    working_set = 16 << 20  # k-means of one chunk of rows, its threads' memory, one linear-block on its way to disk
+    assert int(done.stdout) < layer_bytes + working_set, f"{int(done.stdout) / 2**20:.1f} MiB"
+    assert layer_bytes + working_set < 0.8 * 3 * layer_bytes
+    shutil.rmtree(tmp_path / "large")
