@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -72,6 +73,7 @@ class Runtime:
         parts = self._table, self._pager, arena, policy, config, self._signals, self._limits
         self._planning = Planning(*parts, trace, shared=shared)
         self._kv: KVState | None = None
+        self._turn = threading.Lock()
         self._paused = False
         self._closed = False
         self._rescue = Rescue(arena, self._release, lambda: not self._paused)
@@ -97,8 +99,11 @@ class Runtime:
         forecast_blocks: KV blocks expected after the coming forward's. request_kv: float (R_s,), what each request slot
         holds of the KV cache, in any unit, by which the requests' statistics are weighed; None weighs them alike.
         """
-        if self._paused:
-            return
+        with self._turn:
+            if not self._paused:
+                self._boundary(pending_blocks, forecast_blocks, request_kv)
+
+    def _boundary(self, pending_blocks: int, forecast_blocks: int, request_kv: np.ndarray | None) -> None:
         self._pager.collect(wait=self.config.deterministic)
         self._pager.raise_landed()
         self._kv = self._read(pending_blocks)
@@ -111,8 +116,12 @@ class Runtime:
         self._table.advance()
 
     def pause(self) -> None:
-        """Until resume, boundaries do nothing: while a CUDA graph is captured, nothing may move or be asked."""
-        self._paused = True
+        """Until resume, boundaries do nothing: while a CUDA graph is captured, nothing may move or be asked.
+
+        Returns when a boundary on another thread has ended.
+        """
+        with self._turn:
+            self._paused = True
 
     def resume(self) -> None:
         self._paused = self._closed

@@ -1,5 +1,7 @@
 """The whole runtime on real streams: forwards that run late read exactly what they were promised."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,9 @@ from pagedweight.layout import BlockTables, Layout, MoeLayer, RoutingStats
 from pagedweight.runtime.config import RuntimeConfig
 from pagedweight.runtime.controller import Runtime
 from pagedweight.runtime.frames import Arena, OutOfFrames
-from pagedweight.runtime.kv import ArenaGauge
+from pagedweight.runtime.kv import ArenaGauge, CallableGauge, KVGauge, KVState
 from pagedweight.runtime.pages import HostPages, PageSizes
+from pagedweight.runtime.table_view import Transition
 from pagedweight.runtime.transfer_cuda import CudaEngine
 from tests.runtime.support import random_policy
 
@@ -48,7 +51,7 @@ class LateReader:
         self.errors += (tables != self._first_frames[self._rows, bits.long() - 2]).sum()
 
 
-def make_runtime(frames: int, **config: object) -> tuple[Runtime, HostPages]:
+def make_runtime(frames: int, gauge: KVGauge | None = None, **config: object) -> tuple[Runtime, HostPages]:
     sizes = PageSizes.of(LAYOUT, np.full(LAYOUT.rows, FRAMES_PER_PLANE), FRAME_BYTES)
     host = HostPages(sizes, None)
     for row, (n, _) in enumerate(LAYOUT.row_shapes()):
@@ -61,7 +64,7 @@ def make_runtime(frames: int, **config: object) -> tuple[Runtime, HostPages]:
     settings = RuntimeConfig(offload_free_blocks=2, reload_free_blocks=6, min_dwell_steps=1, **config)
     stats = RoutingStats.zeros(1, 2, 16, "cuda")
     stats.mass.uniform_()
-    engine, gauge = CudaEngine(arena), ArenaGauge(arena, BLOCK_FRAMES)
+    engine, gauge = CudaEngine(arena), gauge or ArenaGauge(arena, BLOCK_FRAMES)
     return Runtime(LAYOUT, host, arena, random_policy(LAYOUT), settings, engine, gauge, stats), host
 
 
@@ -113,12 +116,57 @@ def test_a_boundary_does_not_wait_for_the_device():
     runtime.close()
 
 
-def test_pages_come_back_bit_equal_after_a_write_back():
+def test_case_67_pages_that_move_on_a_thread_stand_still_while_a_graph_is_captured():
+    state = [KVState(1000, FRAME_BYTES)]
+    runtime, _ = make_runtime(4000, gauge=CallableGauge(lambda: state[0]), plan_period_steps=1)
+    ending, failures, moved = threading.Event(), [], []
+
+    def boundaries() -> None:
+        try:
+            while not ending.is_set():
+                state[0] = KVState(1000 if state[0].free_blocks < 1000 else 0, 200 * FRAME_BYTES)
+                runtime.boundary()
+                moved.append(runtime.snapshot().moves.lowered_rows)
+        except (RuntimeError, AssertionError) as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=boundaries)
+    thread.start()
+    output = torch.zeros(LAYOUT.rows, dtype=torch.int32, device="cuda")
+    try:
+        for _ in range(5):
+            while not moved or moved[-1] == moved[0]:
+                assert thread.is_alive(), failures
+            runtime.pause()
+            standing = moved[-1]
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                output.copy_(runtime.tables.bits)
+            assert moved[-1] == standing
+            runtime.resume()
+            moved[:1] = moved[-1:]
+    finally:
+        ending.set()
+        thread.join()
+    assert not failures
+    graph.replay()
+    assert output.tolist() == runtime.snapshot().bits.tolist()
+    runtime.check()
+    runtime.close()
+
+
+def test_case_73_a_page_is_handed_out_only_when_its_write_back_is_complete():
     runtime, host = make_runtime(3200)
     runtime.set_bits(6)
     truth = host.page(5, 4).clone()
     host.forget(5, 4)
     host.reserve(5, 4).fill_(0)
+    torch.cuda._sleep(100_000_000)  # the copy cannot be over when it is asked for
+    runtime._pager.lower([Transition(5, 6, 2, 0)])
+    runtime._table.publish()
+    runtime._pager.start()
+    runtime._pager.collect()
+    assert host.page(5, 4) is None
     runtime.set_bits(2)
     assert torch.equal(host.page(5, 4), truth)
     runtime.set_bits(6)

@@ -1,0 +1,108 @@
+"""Open cases on a CUDA device: captured graphs, threads, sizes beyond grid limits, and what the driver sees."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the hf extra")
+
+from torch import nn
+from transformers import PreTrainedModel
+
+import pagedweight
+from pagedweight import RuntimeConfig
+from pagedweight.experts import PagedExperts
+from pagedweight.runtime.frames import OwnerKind
+from tests.hf_models import mixtral_m8
+from tests.support import assert_close
+
+pytestmark = pytest.mark.gpu
+
+BUDGET = RuntimeConfig(budget_bytes=2**26)
+
+
+def patched(config: RuntimeConfig = BUDGET, **shape: int) -> PreTrainedModel:
+    return pagedweight.patch(mixtral_m8(**shape).cuda(), config=config)
+
+
+def experts_of(model: nn.Module) -> PagedExperts:
+    return next(module for module in model.modules() if isinstance(module, PagedExperts))
+
+
+def routed(experts: PagedExperts, model: PreTrainedModel, tokens: int) -> tuple[torch.Tensor, ...]:
+    """(hidden states, expert ids, weights) of so many tokens, two experts each."""
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    hidden = torch.randn(tokens, model.config.hidden_size, generator=generator, device="cuda")
+    ids = torch.randint(model.config.num_local_experts, (tokens, 2), generator=generator, device="cuda")
+    return hidden, ids, torch.rand(tokens, 2, generator=generator, device="cuda")
+
+
+def test_case_64_more_tokens_at_once_than_a_grid_dimension_has_room_for() -> None:
+    model = patched(hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=4)
+    experts = experts_of(model)
+    hidden, ids, weights = routed(experts, model, 70_000)
+    got = experts(hidden, ids, weights)
+    pieces = [
+        experts(*(part[first : first + 1000] for part in (hidden, ids, weights))) for first in (0, 35_000, 69_000)
+    ]
+    for first, piece in zip((0, 35_000, 69_000), pieces, strict=True):
+        assert_close(got[first : first + 1000], piece)
+    assert got.isfinite().all()
+
+
+def captured(experts: PagedExperts, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        experts(*inputs)  # what is compiled at the first call is compiled before the capture
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = experts(*inputs)
+    return graph, output
+
+
+def test_case_65_a_captured_graph_follows_widths_and_frames() -> None:
+    model = patched()
+    runtime, experts = model.pagedweight, experts_of(model)
+    inputs = routed(experts, model, 4)
+    graph, output = captured(experts, inputs)
+    bits = runtime.snapshot().bits.copy()
+    bits[:2] = 3  # expert 0
+    runtime.set_bits(bits)
+    free = np.flatnonzero(runtime.arena.kinds == OwnerKind.FREE)
+    runtime.arena.rows[torch.from_numpy(free).cuda()] = 0xFF
+    graph.replay()
+    assert_close(output, experts(*inputs))
+    assert output.isfinite().all()
+
+
+def test_case_68_no_forward_and_no_boundary_waits_for_the_device() -> None:
+    model = patched()
+    runtime, experts = model.pagedweight, experts_of(model)
+    inputs = routed(experts, model, 4)
+    experts(*inputs)
+    runtime.boundary()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(10):
+            runtime.boundary()
+            experts(*inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_case_76_what_is_released_goes_to_the_cache_and_the_driver_sees_no_change() -> None:
+    """Pages are smaller than the driver's granule: so nothing is counted as given back to it, and nothing is."""
+    model = patched()
+    runtime = model.pagedweight
+    runtime.set_bits(2)
+    runtime.set_bits(6)
+    before, seen = torch.cuda.mem_get_info()[0], runtime.snapshot()
+    runtime.set_bits(2)
+    after = runtime.snapshot()
+    assert torch.cuda.mem_get_info()[0] == before
+    assert sum(after.bytes_by_owner.values()) == sum(seen.bytes_by_owner.values())
+    released = after.moves.released_bytes - seen.moves.released_bytes
+    assert after.bytes_by_owner["free"] - seen.bytes_by_owner["free"] == released > 0
