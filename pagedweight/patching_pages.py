@@ -56,7 +56,7 @@ def quantize_layer(
 class CheckpointPages:
     """Pages read from a checkpoint's memory-mapped files and put in the device order each time they are asked for.
 
-    Some 50 MB/s: for what a budget of host memory leaves out, and for what is wanted only once.
+    Some 170 MB/s a core: for what a budget of host memory leaves out, and for what is wanted only once.
     """
 
     def __init__(self, opened: Checkpoint, geometries: Sequence[PlaneGeometry]) -> None:

@@ -19,6 +19,7 @@ from pagedweight.bitplane import plane_words
 
 BLOCK_COLUMNS = 512
 BLOCK_WORDS = 16
+BLOCK_BYTES = 4 * BLOCK_WORDS
 ROW_GROUP = 16
 FRAME_ALIGNMENT = 128
 SMALLEST_FRAME_BYTES = 4 * 1024
@@ -150,12 +151,12 @@ def _payload_bytes(rows: int, columns: int) -> int:
 
 
 def _fill_frames(page: np.ndarray, plane: np.ndarray, geometry: PlaneGeometry) -> None:
-    bits = np.zeros((geometry.rows, geometry.columns + 1), np.uint8)
-    bits[:, :-1] = np.unpackbits(plane, axis=1, bitorder="little", count=geometry.columns)
-    # Every padding position takes the zero column at the end.
-    positions = np.minimum(stored_columns(geometry.columns), geometry.columns)
     rows = np.zeros((geometry.frames * geometry.rows_per_frame, 4 * geometry.words), np.uint8)
-    rows[: geometry.rows] = np.packbits(np.take(bits, positions, axis=1), axis=1, bitorder="little")
+    full = BLOCK_BYTES * geometry.full_blocks
+    if full:
+        rows[: geometry.rows, :full] = _interleaved(plane[:, :full])
+    if geometry.tail_words:
+        rows[: geometry.rows, full:] = _permuted(plane[:, full:], geometry.columns % BLOCK_COLUMNS)
     for piece, first, last in _pieces(page, geometry):
         piece[:] = rows[:, first:last].reshape(piece.shape)
 
@@ -164,11 +165,65 @@ def _read_frames(page: np.ndarray, geometry: PlaneGeometry) -> np.ndarray:
     rows = np.empty((geometry.frames * geometry.rows_per_frame, 4 * geometry.words), np.uint8)
     for piece, first, last in _pieces(page, geometry):
         rows[:, first:last] = piece.reshape(len(rows), last - first)
-    stored = np.unpackbits(rows[: geometry.rows], axis=1, bitorder="little")
-    bits = np.zeros((geometry.rows, 32 * plane_words(geometry.columns)), np.uint8)
+    full = BLOCK_BYTES * geometry.full_blocks
+    plane = np.empty((geometry.rows, 4 * plane_words(geometry.columns)), np.uint8)
+    if full:
+        plane[:, :full] = _interleaved_back(rows[: geometry.rows, :full])
+    if geometry.tail_words:
+        plane[:, full:] = _permuted_back(rows[: geometry.rows, full:], geometry.columns % BLOCK_COLUMNS)
+    return plane
+
+
+def _interleaved(plane: np.ndarray) -> np.ndarray:
+    """Rows of whole column blocks in stored order, (N, bytes) uint8 both.
+
+    Column 16 j + w goes to word 2 (w // 2) + j // 16. With j = 16 s + 4 a + 2 b + c, the bits of one w in the eight j of
+    equal s and b become one byte: 8 x 8 bit matrices are transposed, and whole bytes go where they belong.
+    """
+    # Byte by byte of a block: (s, a, b, c, half of w) x (rows and blocks), contiguous along the latter.
+    across = np.ascontiguousarray(plane.reshape(-1, BLOCK_BYTES).T).reshape(2, 4, 2, 2, 2, -1)
+    eights = _transposed_bits(across.transpose(3, 1, 0, 2, 4, 5)).reshape(4, 2, 2, 2, 2, -1)
+    # Now (w // 2 in its half, w % 2, s, b, half). Stored: (half, w // 2, s, b, w % 2).
+    stored = eights.transpose(4, 0, 2, 3, 1, 5).reshape(BLOCK_BYTES, -1)
+    return np.ascontiguousarray(stored.T).reshape(plane.shape)
+
+
+def _interleaved_back(stored: np.ndarray) -> np.ndarray:
+    """The inverse of `_interleaved`, step by step."""
+    across = np.ascontiguousarray(stored.reshape(-1, BLOCK_BYTES).T).reshape(2, 4, 2, 2, 2, -1)
+    eights = _transposed_bits(across.transpose(1, 4, 2, 3, 0, 5)).reshape(2, 4, 2, 2, 2, -1)
+    plane = eights.transpose(2, 1, 3, 0, 4, 5).reshape(BLOCK_BYTES, -1)
+    return np.ascontiguousarray(plane.T).reshape(stored.shape)
+
+
+def _transposed_bits(eights: np.ndarray) -> np.ndarray:
+    """Eight bytes along the first two axes (together 8), as the rows of 8 x 8 bit matrices, transposed: bit i of byte t
+    becomes bit t of byte i. (8, ...) uint8.
+    """
+    rows = eights.reshape(8, -1)  # a copy
+    for distance, mask in ((4, 0x0F), (2, 0x33), (1, 0x55)):
+        pairs = rows.reshape(4 // distance, 2, distance, -1)
+        low, high = pairs[:, 0], pairs[:, 1]
+        swapped = ((low >> distance) ^ high) & mask
+        high ^= swapped
+        low ^= swapped << distance
+    return rows
+
+
+def _permuted(plane: np.ndarray, columns: int) -> np.ndarray:
+    """Rows of so many columns in stored order, bit by bit: for a tail, where columns do not fall on whole bytes."""
+    bits = np.zeros((len(plane), columns + 1), np.uint8)
+    bits[:, :-1] = np.unpackbits(plane, axis=1, bitorder="little", count=columns)
+    # Every padding position takes the zero column at the end.
+    positions = np.minimum(stored_columns(columns), columns)
+    return np.packbits(np.take(bits, positions, axis=1), axis=1, bitorder="little")
+
+
+def _permuted_back(stored: np.ndarray, columns: int) -> np.ndarray:
+    bits = np.zeros((len(stored), 32 * plane_words(columns)), np.uint8)
     # argsort of a permutation is its inverse; padding positions sort last.
-    columns = np.argsort(stored_columns(geometry.columns))[: geometry.columns]
-    bits[:, : geometry.columns] = np.take(stored, columns, axis=1)
+    positions = np.argsort(stored_columns(columns))[:columns]
+    bits[:, :columns] = np.take(np.unpackbits(stored, axis=1, bitorder="little"), positions, axis=1)
     return np.packbits(bits, axis=1, bitorder="little")
 
 
