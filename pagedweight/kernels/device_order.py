@@ -177,8 +177,8 @@ def _read_frames(page: np.ndarray, geometry: PlaneGeometry) -> np.ndarray:
 def _interleaved(plane: np.ndarray) -> np.ndarray:
     """Rows of whole column blocks in stored order, (N, bytes) uint8 both.
 
-    Column 16 j + w goes to word 2 (w // 2) + j // 16. With j = 16 s + 4 a + 2 b + c, the bits of one w in the eight j of
-    equal s and b become one byte: 8 x 8 bit matrices are transposed, and whole bytes go where they belong.
+    Column 16 j + w goes to word 2 (w // 2) + j // 16. With j = 16 s + 4 a + 2 b + c, the bits of one w in the eight j
+    of equal s and b become one byte: 8 x 8 bit matrices are transposed, and whole bytes go where they belong.
     """
     # Byte by byte of a block: (s, a, b, c, half of w) x (rows and blocks), contiguous along the latter.
     across = np.ascontiguousarray(plane.reshape(-1, BLOCK_BYTES).T).reshape(2, 4, 2, 2, 2, -1)
