@@ -21,8 +21,9 @@ EVENNESS = 1.0  # 0.5 lowers 2-bit loss further, but on trained models not their
 LOSS_FLOOR = 1e-12  # of the weights' own energy: a width without loss does not outweigh all others
 RIDGE = 1e-2  # of a code's own moment, towards its k-means value: moments of few tokens would overfit
 COLUMN_BLOCK = 32  # columns between two exact recomputations of the gradients
-CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 29}  # of one-hot codes in memory at once
-SWEEP_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # of one sweep's working set: a column's steps are short, so many rows
+CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 27}  # of one-hot codes in memory at once
+SYSTEMS = {"cpu": 64, "cuda": 2048}  # rows' normal equations solved in one call: a GPU takes as long for a few
+SWEEP_BYTES = {"cpu": 1 << 24, "cuda": 3 << 28}  # of a sweep's working set: a column's steps are short, so many rows
 
 
 class _Stack(NamedTuple):
@@ -63,7 +64,7 @@ def refine_stack(
         )
     if not moment.isfinite().all():
         raise ValueError("the moment holds NaN or infinite values; leave out the tokens that caused them")
-    size = moment.diagonal(dim1=1, dim2=2).mean(1).view(-1, 1, 1).double()
+    size = moment.diagonal(dim1=1, dim2=2).mean(1).view(-1, 1, 1)
     weight = weight.float().clamp(-FP16_MAX, FP16_MAX)
     moment = (moment / torch.where(size > 0, size, 1.0)).float()
     stack = _unpack(packed)
@@ -71,38 +72,56 @@ def refine_stack(
         stack = refit(weight, stack, moment)
         stack = stack._replace(codes=descend(weight, stack, moment, evenness))
     stack = refit(weight, stack, moment)
-    planes = pack_codes(stack.codes, stack.parent_width)
     return [
-        PackedBlock(planes[expert].clone(), {b: table[expert].clone() for b, table in stack.tables.items()}, columns)
+        PackedBlock(
+            pack_codes(stack.codes[expert], stack.parent_width),
+            {bits: table[expert].clone() for bits, table in stack.tables.items()},
+            columns,
+        )
         for expert in range(experts)
     ]
 
 
 def _unpack(packed: Sequence[PackedBlock]) -> _Stack:
-    planes = torch.stack([block.planes for block in packed])
+    parent_width = len(packed[0].planes)
+    codes = torch.stack([unpack_codes(block.planes, block.columns, parent_width) for block in packed])
     tables = {bits: torch.stack([block.tables[bits] for block in packed]) for bits in sorted(packed[0].tables)}
-    return _Stack(unpack_codes(planes, packed[0].columns, planes.shape[1]), tables, planes.shape[1])
+    return _Stack(codes, tables, parent_width)
 
 
 def refit(weight: Tensor, stack: _Stack, moment: Tensor) -> _Stack:
     """The same codes with the tables that minimise tr(D H D^T), up to the ridge."""
     experts, rows, columns = weight.shape
-    row_bytes = 4 * experts * columns << stack.parent_width
-    step = max(1, CHUNK_BYTES.get(weight.device.type, 1 << 24) // row_bytes)
-    parts = [
-        _refit_rows(weight[:, chunk], stack.rows(chunk), moment)
-        for chunk in (slice(start, start + step) for start in range(0, rows, step))
-    ]
+    device = weight.device.type
+    at_once = max(1, CHUNK_BYTES.get(device, 1 << 24) // (4 * experts * columns << stack.parent_width))
+    together = max(at_once, SYSTEMS.get(device, 64) // experts)
+    parts = []
+    for chunk in _slices(rows, together):
+        own, part = weight[:, chunk], stack.rows(chunk)
+        equations = [
+            _equations(own[:, c], part.codes[:, c], moment, 1 << stack.parent_width)
+            for c in _slices(own.shape[1], at_once)
+        ]
+        system, target = (torch.cat(sums, 1) for sums in zip(*equations, strict=True))
+        parts.append(_solve_widths(system, target, part))
     return stack._replace(tables={bits: torch.cat([part[bits] for part in parts], 1) for bits in stack.tables})
 
 
-def _refit_rows(weight: Tensor, stack: _Stack, moment: Tensor) -> dict[int, Tensor]:
-    """Normal equations of the parent's codes, then of each shorter code by adding up pairs."""
-    codes = torch.arange(1 << stack.parent_width, dtype=torch.uint8, device=weight.device)
-    members = stack.codes.unsqueeze(2) == codes.view(-1, 1)  # (E, N, C, K)
+def _slices(count: int, step: int) -> list[slice]:
+    return [slice(first, min(first + step, count)) for first in range(0, count, step)]
+
+
+def _equations(weight: Tensor, codes: Tensor, moment: Tensor, entries: int) -> tuple[Tensor, Tensor]:
+    """Each row's normal equations in the parent's C codes: fp64 (E, N, C, C) and (E, N, C)."""
+    code = torch.arange(entries, dtype=torch.uint8, device=weight.device)
+    members = codes.unsqueeze(2) == code.view(-1, 1)  # (E, N, C, K)
     mixed = _sum_members(members.flatten(1, 2), moment).view(members.shape)
     system = (mixed @ members.float().mT).double()
-    target = (mixed @ weight.unsqueeze(-1)).squeeze(-1).double()
+    return system, (mixed @ weight.unsqueeze(-1)).squeeze(-1).double()
+
+
+def _solve_widths(system: Tensor, target: Tensor, stack: _Stack) -> dict[int, Tensor]:
+    """Tables by width: the parent's, then each shorter code's by adding up pairs."""
     tables = {}
     for bits in range(stack.parent_width, min(stack.tables) - 1, -1):
         if bits < stack.parent_width:
@@ -153,7 +172,7 @@ def descend(weight: Tensor, stack: _Stack, moment: Tensor, evenness: float) -> T
     experts, rows, columns = weight.shape
     row_bytes = 4 * experts * (columns * (len(stack.tables) + 2) + (len(stack.tables) + 3 << stack.parent_width))
     step = max(1, SWEEP_BYTES.get(weight.device.type, 1 << 26) // row_bytes)
-    chunks = [slice(first, first + step) for first in range(0, rows, step)]
+    chunks = _slices(rows, step)
     energy = torch.zeros(experts, dtype=torch.float64, device=weight.device)
     losses = torch.zeros(len(stack.tables), experts, dtype=torch.float64, device=weight.device)
     for chunk in chunks:

@@ -1,0 +1,175 @@
+"""How long the quantizer takes, and how much memory: layers of true shapes on a device, or a whole folder.
+
+    python bench/quantize.py --out results/h200-quantize.json                 layers drawn on the device
+    python bench/quantize.py --folder MODEL --level fast --out result.json    a folder on this machine, end to end
+
+A layer's time is from its weights on the device to its pages and damage on the host. What is not measured in full is
+extrapolated from the layers that were, and said to be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import pagedweight
+from pagedweight.bitplane import dequantize
+from pagedweight.calibration.statistics import MOMENT_COLUMNS, LayerSums, Statistics
+from pagedweight.layout import MoeLayer, Projection
+from pagedweight.patching_quantize import quantized_blocks
+from pagedweight.quant.levels import LEVELS, Settings
+
+WIDTHS = (2, 3, 4, 5, 6)
+# Shape of a layer, number of layers, (level, limit in seconds for all layers or for one).
+MODELS = {
+    "Qwen1.5-MoE": (MoeLayer(0, 60, 2048, 1408), 24, {"fast": 180.0, "balanced": 360.0}),
+    "Mixtral-8x7B": (MoeLayer(0, 8, 4096, 14336), 1, {"best": 60.0}),
+}
+
+
+def drawn_weights(shape: MoeLayer, device: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
+    return tuple(
+        0.02 * torch.randn(shape.experts, *shape.shape(p), generator=generator, device=device, dtype=torch.bfloat16)
+        for p in Projection
+    )
+
+
+def drawn_statistics(shape: MoeLayer, device: str) -> Statistics:
+    """Sums as calibration would leave them: correlated inputs of uneven size, every expert reached."""
+    generator = torch.Generator(device).manual_seed(0)
+    layer = LayerSums.zeros(shape, torch.device(device), MOMENT_COLUMNS)
+    layer.mass.fill_(100.0)
+    layer.counts.fill_(1000)
+    for block in layer.blocks:
+        block.columns.copy_(torch.rand(block.columns.shape, generator=generator, device=device) + 0.1)
+        block.rows.copy_(torch.rand(block.rows.shape, generator=generator, device=device) + 0.1)
+        block.total.fill_(1.0)
+        for moment in block.moment if block.moment is not None else ():
+            columns = len(moment)
+            inputs = torch.randn(512, columns, generator=generator, device=device)
+            torch.addmm(torch.eye(columns, device=device), inputs.T, inputs, beta=100.0, out=moment)
+    return Statistics((layer,), tokens=10_000, sequences=20)
+
+
+def measure_layers(shape: MoeLayer, layers: int, level: str, device: str, budget_s: float) -> dict[str, float | int]:
+    """Quantize layers until all are done or the time is up; the first one, with its start-up costs, counts too."""
+    settings = Settings(level, WIDTHS, dict.fromkeys(WIDTHS, "lut16"))
+    layer_bytes = 2 * sum(shape.experts * n * k for n, k in map(shape.shape, Projection))
+    weights = None
+    reset_peak(device)
+    statistics = None if LEVELS[level] is None else drawn_statistics(shape, device)
+    stakes = None if statistics is None else statistics.importance(0)
+    seconds, done = 0.0, 0
+    while done < layers and (done == 0 or seconds * (done + 1) / done < budget_s):
+        del weights
+        weights = drawn_weights(shape, device, done)
+        began = clock(device)
+        made = list(quantized_blocks(shape, weights, settings, stakes=stakes))
+        seconds += clock(device) - began
+        done += 1
+    check(weights, made)
+    return {
+        "level": level,
+        "layers": layers,
+        "measured_layers": done,
+        "seconds": seconds,
+        "seconds_of_all": seconds * layers / done,
+        "peak_bytes": peak_bytes(device),
+        "layer_bytes": layer_bytes,
+    }
+
+
+def check(weights: tuple[torch.Tensor, torch.Tensor], made: list) -> None:
+    """The last layer's errors fall with every bit, from about an eighth of a Gaussian's energy at 2 bits."""
+    for one in made[:4]:
+        weight = weights[one.block.projection][one.block.expert].float().cpu()
+        errors = [
+            float((weight - dequantize(one.packed, bits)).square().mean() / weight.square().mean()) for bits in WIDTHS
+        ]
+        assert errors == sorted(errors, reverse=True), errors
+        assert errors[0] < 0.2, errors
+        assert errors[-1] < 0.003, errors
+
+
+def reset_peak(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_bytes(device: str) -> int:
+    """Of tensors on a GPU, of the process on a CPU."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def clock(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def measure_folder(folder: Path, level: str, calibration: Path | None) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as out:
+        began = time.perf_counter()
+        pagedweight.quantize(folder, Path(out) / "out", level=level, calibration=calibration)
+        seconds = time.perf_counter() - began
+    return {"folder": folder.name, "level": level, "seconds": seconds, "threads": torch.get_num_threads()}
+
+
+def machine(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="JSON file of the results")
+    parser.add_argument("--folder", type=Path, help="quantize this model instead of drawn layers")
+    parser.add_argument("--level", choices=list(LEVELS), default="fast")
+    parser.add_argument("--calibration", type=Path, help="text for the folder's levels above fast")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--budget", type=float, default=30.0, metavar="SECONDS", help="for each model and level")
+    parser.add_argument("--shrink", type=int, default=1, help="divide every size by this, to try the bench itself")
+    arguments = parser.parse_args()
+    rows: list[dict[str, object]] = []
+    if arguments.folder:
+        rows.append(measure_folder(arguments.folder, arguments.level, arguments.calibration))
+        print(rows[-1], flush=True)
+    for name, (full, layers, limits) in MODELS.items() if not arguments.folder else ():
+        small = arguments.shrink
+        shape = MoeLayer(0, max(1, full.experts // small), full.hidden // small, full.intermediate // small)
+        for level, limit_s in limits.items():
+            row = measure_layers(shape, layers, level, arguments.device, arguments.budget)
+            rows.append({"model": name, "shape": str(shape), "limit_s": limit_s, **row})
+            print(summary(rows[-1]), flush=True)
+            write(arguments.out, arguments.device, rows)
+    write(arguments.out, arguments.device, rows)
+
+
+def summary(row: dict[str, object]) -> str:
+    how = (
+        "measured" if row["measured_layers"] == row["layers"] else f"extrapolated from {row['measured_layers']} layers"
+    )
+    return (
+        f"{row['model']:14} {row['level']:9} {row['layers']} layers {row['seconds_of_all']:.1f} s ({how}; limit "
+        f"{row['limit_s']:.0f} s), device peak {row['peak_bytes'] / row['layer_bytes']:.2f} x a layer's "
+        f"{row['layer_bytes'] / 2**30:.2f} GiB"
+    )
+
+
+def write(path: Path, device: str, rows: list[dict[str, object]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"machine": machine(device), "torch": torch.__version__, "rows": rows}
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
