@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,39 +9,10 @@ from typing import Annotated
 import typer
 
 import pagedweight
-
-EXTRA_MODULES = {"hf": ("transformers",), "plots": ("matplotlib",)}
-UNIT_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+from pagedweight.cli_common import fail, require_extras, size_option
+from pagedweight.cli_plan import plan, replay
 
 app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
-
-
-def fail(message: str) -> typer.Exit:
-    """Print one sentence on stderr; raise the result to leave with exit code 2."""
-    typer.echo(f"pagedweight: {message}", err=True)
-    return typer.Exit(2)
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes of a size such as 9437184, 9MiB or 1.5GB; ValueError when it is not one."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if not match or match[2].upper() not in UNIT_BYTES:
-        raise ValueError(f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
-    return int(float(match[1]) * UNIT_BYTES[match[2].upper()])
-
-
-def _size_option(option: str, text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise fail(f"{option}: {error}") from error
-
-
-def require_extras(*extras: str) -> None:
-    """Leave with exit code 2 and the install command when an extra's packages are missing."""
-    missing = [name for extra in extras for name in EXTRA_MODULES[extra] if importlib.util.find_spec(name) is None]
-    if missing:
-        raise fail(f"{' and '.join(missing)} not installed; run: pip install 'pagedweight[{','.join(extras)}]'")
 
 
 def _print_version(wanted: bool) -> None:
@@ -74,7 +43,7 @@ def demo(
 ) -> None:
     """Run the small model that ships with the package under a budget that its KV cache eats into."""
     require_extras("hf", "plots")
-    budget_bytes = _size_option("--budget", budget)
+    budget_bytes = size_option("--budget", budget)
     from pagedweight.demo.report import print_report, write_files
     from pagedweight.demo.run import DemoOptions, run_demo
 
@@ -87,6 +56,10 @@ def demo(
     except OSError as error:
         raise fail(f"--output {output}: {error}") from error
     print_report(result, output, as_json)
+
+
+app.command()(plan)
+app.command()(replay)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -33,8 +34,7 @@ def choose_sizes(layout: Layout, config: RuntimeConfig, kv_layers: KVLayers) -> 
     block's tokens: with less, not even that could be generated.
     """
     frame_bytes = config.frame_bytes or _frame_bytes(layout, kv_layers)
-    geometries = [plane_geometry(n, k, frame_bytes) for n, k in layout.row_shapes()]
-    resident = page_sizes(layout, geometries).resident_bytes().sum(axis=0)
+    resident = resident_bytes(layout, frame_bytes).sum(axis=0)
     if config.budget_bytes is None:
         return Sizes(int(resident[-1]), frame_bytes, [])
     sequence = max(1, sequence_frames(kv_layers, frame_bytes, config.block_tokens)) * frame_bytes
@@ -45,6 +45,12 @@ def choose_sizes(layout: Layout, config: RuntimeConfig, kv_layers: KVLayers) -> 
             f"and the KV cache of one sequence of {config.block_tokens} tokens {sequence}, so give at least {least}"
         )
     return Sizes(config.budget_bytes // frame_bytes * frame_bytes, frame_bytes, kv_layers)
+
+
+def resident_bytes(layout: Layout, frame_bytes: int | None = None) -> np.ndarray:
+    """int64 (R, W), M_i^b of every row in whole frames, by default of the bytes that suit the planes best."""
+    frame_bytes = frame_bytes or _frame_bytes(layout, [])
+    return page_sizes(layout, [plane_geometry(n, k, frame_bytes) for n, k in layout.row_shapes()]).resident_bytes()
 
 
 def _frame_bytes(layout: Layout, kv_layers: KVLayers) -> int:

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import pagedweight
-from pagedweight.cli import UNIT_BYTES, app, parse_bytes
+from pagedweight.cli import app
+from pagedweight.cli_common import UNIT_BYTES, parse_bytes
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +38,7 @@ class Outlook(NamedTuple):
         return (
             f"freeing {self.asked_bytes} bytes would lower {len(self.lowering.transitions)} linear-blocks for "
             f"predicted damage {self.lowering.damage:.4g}{short}; {self.asked_bytes} bytes more would raise "
-            f"{len(self.raising.transitions)} and take back {-self.raising.damage:.4g}"
+            f"{len(self.raising.transitions)} and take back {abs(self.raising.damage):.4g}"
         )
 
 
@@ -66,12 +67,13 @@ class Explanation(NamedTuple):
     outlook: Outlook
 
     def __str__(self) -> str:
+        further = "no further step is open" if math.isinf(self.next_price) else f"its next costs {self.next_price:.4g}"
         if self.bits == self.parent_bits:
-            why = f"at the parent width of {self.bits} bits: its next step costs {self.next_price:.4g} damage per byte"
+            why = f"at the parent width of {self.bits} bits, in damage per byte {further}"
         else:
             why = (
                 f"lowered from {self.parent_bits} to {self.bits} bits for {self.bytes} bytes at predicted damage "
-                f"{self.damage:.4g}, {self.price:.4g} per byte; its next step costs {self.next_price:.4g}"
+                f"{self.damage:.4g}, {self.price:.4g} per byte; {further}"
             )
         limits = f"; limited by {', '.join(self.limits)}" if self.limits else ""
         return (

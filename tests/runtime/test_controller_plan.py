@@ -303,7 +303,7 @@ def test_what_is_said_of_a_request_is_checked_and_ends_with_it() -> None:
 def test_explain_says_why_what_it_cost_and_what_more_room_would_do() -> None:
     model = tiny_model()
     runtime = tiny_runtime(model, model.resident_frames(6) + 40)
-    assert "its next step costs" in runtime.explain(1, 0, "gate_up")
+    assert "in damage per byte its next costs" in runtime.explain(1, 0, "gate_up")
     runtime.allocate_kv(runtime.arena.free_frames)
     runtime.boundary()
     row = int(np.flatnonzero(runtime.snapshot().bits < 6)[0])
