@@ -7,8 +7,8 @@ and the next boundary may try again.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ class Moves(NamedTuple):
 
     deferred: raises put off for want of room. cancelled: loads given up. relocated: moved within the arena.
     loading_seconds: what loads took, from the first byte's launch to the last one's arrival. stalled_seconds: how long
-    the host has waited for the device, in boundaries and allocations, so that bytes became free.
+    boundaries and allocations have waited for the device, so that bytes became free; set_bits is not counted.
     """
 
     lowered_rows: int
@@ -98,9 +98,14 @@ class Pager:
 
     def collect(self, *, wait: bool = False) -> None:
         """Take in what has finished: free released frames, note landed pages. wait: let everything finish first."""
-        with self._stalling():
-            self._releases.collect(wait=wait)
-            self._loads.collect(wait=wait)
+        began = time.perf_counter()
+        self._take_in(wait=wait)
+        if wait:
+            self._stalled_seconds += time.perf_counter() - began
+
+    def _take_in(self, *, wait: bool) -> None:
+        self._releases.collect(wait=wait)
+        self._loads.collect(wait=wait)
 
     def raise_landed(self) -> None:
         """Commit the higher width of rows whose pages have landed; the caller publishes."""
@@ -136,7 +141,7 @@ class Pager:
     def settle(self) -> None:
         """Wait for everything in flight, and leave nothing half done."""
         while not self.idle:
-            self.collect(wait=True)
+            self._take_in(wait=True)
             self.raise_landed()
             self._table.publish()
             self.start()
@@ -147,30 +152,26 @@ class Pager:
         First what is on its way out, then loads are given up, then rows drop straight to the floor in the given
         order, which needs nothing from the host.
         """
+        began = time.perf_counter()
+        try:
+            self._rescue(wanted_bytes, order)
+        finally:
+            self._stalled_seconds += time.perf_counter() - began
+        return self._arena.free_bytes
+
+    def _rescue(self, wanted_bytes: int, order: Sequence[int]) -> None:
         self._table.publish()
         self._release_now()
         if self._arena.free_bytes < wanted_bytes:
-            with self._stalling():
-                self._loads.cancel()
+            self._loads.cancel()
         if self._arena.free_bytes < wanted_bytes:
             self.lower(self._drops_to_floor(wanted_bytes - self._arena.free_bytes, order))
             self._table.publish()
             self._release_now()
-        return self._arena.free_bytes
 
     def _release_now(self) -> None:
         self._releases.start()
-        with self._stalling():
-            self._releases.collect(wait=True)
-
-    @contextmanager
-    def _stalling(self) -> Iterator[None]:
-        """Time inside counts as waiting."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._stalled_seconds += time.perf_counter() - began
+        self._releases.collect(wait=True)
 
     def _drops_to_floor(self, missing_bytes: int, order: Sequence[int]) -> list[Transition]:
         seen = self._table.snapshot()
