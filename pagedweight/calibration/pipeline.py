@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,12 +15,14 @@ from torch import nn
 from pagedweight.calibration.collect import collect
 from pagedweight.calibration.divergence import take_reference
 from pagedweight.calibration.gains import measure_gains, with_gains
-from pagedweight.calibration.residual import FEWEST_SEQUENCES, Residual, fit_residual
+from pagedweight.calibration.residual import FEWEST_SEQUENCES, Residual, better_residual, fit_residual
 from pagedweight.calibration.search import Trial, Trials, search_policy, table_at_parent, trial_count
 from pagedweight.calibration.sensitivity import Sensitivity, measure_sensitivity
 from pagedweight.calibration.sequences import measure_sequences, observe_sequences
+from pagedweight.calibration.statistics import Statistics
+from pagedweight.calibration.stored import load_statistics
 from pagedweight.calibration.substitution import Substitution, substituted
-from pagedweight.calibration.text import Windows, read_documents, token_windows
+from pagedweight.calibration.text import Text, Windows, windows_of
 from pagedweight.checkpoint import FOLDER, Checkpoint
 from pagedweight.discovery import ExpertsModule, find_experts
 from pagedweight.layout import BlockId, Layout, PackedBlock, Projection
@@ -29,6 +32,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 REPORT = "calibration.json"
+HEADS = {
+    "paper": fit_residual,
+    "centered": partial(fit_residual, centered=True),
+    "better": better_residual,
+}
 Progress = Callable[[str, int, int], None]
 
 
@@ -37,6 +45,8 @@ class Options(NamedTuple):
 
     method: "gradient", or "forward" where a backward pass does not fit the memory.
     gain_windows, residual_windows, search_windows: windows for each later step, 0 leaves the step out.
+    heads: "paper" reads input norms as they are, "centered" from each linear-block's own average; "better" takes the
+    one of higher held-out R^2.
     """
 
     rows: int = 8
@@ -45,17 +55,22 @@ class Options(NamedTuple):
     gain_windows: int = 8
     residual_windows: int = 64
     search_windows: int = 6
+    heads: str = "better"
     seed: int = 0
 
 
 class Calibration(NamedTuple):
-    """A policy and where it came from. gains: (L, 2, W). residual, trials: None and empty where left out."""
+    """A policy and where it came from. gains: (L, 2, W). residual, trials: None and empty where left out.
+
+    energy_share: products that column energies would cost for each routed token, beside those of its expert.
+    """
 
     policy: Policy
     sensitivity: Sensitivity
     gains: np.ndarray
     residual: Residual | None
     trials: list[Trial]
+    energy_share: float
     tokens: int
     sequences: int
     skipped: int
@@ -75,14 +90,17 @@ class Calibration(NamedTuple):
             "cold": {str(block): count for block, count in self.sensitivity.cold.items()},
             "gains": self.gains.round(4).tolist(),
             "residual_held_out_r2": fits,
+            "residual_heads": None if self.residual is None else self.residual.kind,
+            "column_energies_share_of_expert_products": self.energy_share,
             "trials": [_plain(trial._asdict()) for trial in self.trials],
         }
 
 
 def calibrate(
     checkpoint: str | Path,
-    data: str | Path | Sequence[str] | Windows,
+    data: Text,
     *,
+    statistics: Statistics | str | Path | None = None,
     model: PreTrainedModel | str | Path | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     windows: int = 128,
@@ -93,17 +111,22 @@ def calibrate(
 ) -> Policy:
     """Measure a quantized checkpoint on text and return the planner's policy, written into the checkpoint too.
 
-    data: a text or .jsonl file, documents, or windows of tokens. tokenizer: the checkpoint's by default.
+    data: calibration text, as `windows_of` takes it. tokenizer: the checkpoint's by default.
+    statistics: of the same model, measured before, or the folder they were saved in; taken from data by default.
     windows, length: at most that many windows of that many tokens are used.
     model: the unquantized model, or where it is; by default the checkpoint at its parent width stands in for it.
     write: put policy.* and calibration.json beside the pages. progress: called with (step, done, total).
     ValueError, before a model is loaded, when the text will not do.
     """
     opened = Checkpoint.open(checkpoint)
-    if not isinstance(data, Windows):
-        data = _windows(data, tokenizer or _tokenizer(checkpoint), length, windows)
+    options = options or Options()
+    if options.heads not in HEADS:
+        raise ValueError(f"heads is {options.heads!r}; use one of {', '.join(HEADS)}")
+    data = windows_of(data, lambda: tokenizer or _tokenizer(checkpoint), length=length, count=windows)
+    if isinstance(statistics, str | Path):
+        statistics = load_statistics(statistics)
     dense = _dense(checkpoint, model)
-    result = calibrate_model(dense, opened.layout, opened.block, data, options or Options(), progress)
+    result = calibrate_model(dense, opened.layout, opened.block, data, options, progress, statistics)
     if write:
         result.write(Path(checkpoint) / FOLDER)
     return result.policy
@@ -116,6 +139,7 @@ def calibrate_model(
     windows: Windows,
     options: Options,
     progress: Progress = lambda step, done, total: None,
+    statistics: Statistics | None = None,
 ) -> Calibration:
     """Calibrate a float model against its packed linear-blocks. The model is as it was afterwards.
 
@@ -125,7 +149,7 @@ def calibrate_model(
     if tuple(experts.shape for experts in found) != layout.moe_layers:
         raise ValueError(f"{type(model).__name__} has other experts than the checkpoint; give the model it was made of")
     device = found[0].module.down_proj.device
-    statistics = collect(
+    statistics = statistics or collect(
         model,
         found,
         windows.batches(options.rows, device),
@@ -145,12 +169,17 @@ def calibrate_model(
             measured = measure_sequences(
                 model, found, few, statistics, layout, block, rows=options.rows, advance=advance
             )
-            residual = fit_residual(measured, layout, seed=options.seed)
+            residual = HEADS[options.heads](measured, layout, seed=options.seed)
             policy = residual.added_to(policy)
         policy, trials = _search(model, found, windows, layout, policy, substitution, options, progress)
-    return Calibration(
-        policy, sensitivity, gains, residual, trials, statistics.tokens, statistics.sequences, windows.skipped
-    )
+    counts = (energy_share(layout), statistics.tokens, statistics.sequences, windows.skipped)
+    return Calibration(policy, sensitivity, gains, residual, trials, *counts)
+
+
+def energy_share(layout: Layout) -> float:
+    """Products of column energies, K for each linear-block that a token passes, over the N K of its weights."""
+    shapes = layout.row_shapes()
+    return sum(k for _, k in shapes) / sum(n * k for n, k in shapes)
 
 
 def _gains(
@@ -198,17 +227,6 @@ def _counter(progress: Progress, step: str, total: int) -> Callable[..., None]:
         progress(step, done, total)
 
     return advance
-
-
-def _windows(
-    data: str | Path | Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, windows: int
-) -> Windows:
-    documents = read_documents(data) if isinstance(data, str | Path) else data
-
-    def encode(text: str) -> Sequence[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    return token_windows(documents, encode, length=length, count=windows, end_token=tokenizer.eos_token_id)
 
 
 def _tokenizer(checkpoint: str | Path) -> PreTrainedTokenizerBase:

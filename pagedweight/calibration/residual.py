@@ -37,18 +37,28 @@ class Residual(NamedTuple):
     feature_center: np.ndarray
 
     def added_to(self, policy: Policy, alpha: float = 1.0) -> Policy:
-        """The policy with these heads. ValueError for centered ones: a policy's heads read features as they are."""
-        if self.feature_center.any():
-            raise ValueError("these residual heads read centered features; fit them with centered=False for a policy")
+        """The policy with these heads."""
         return policy.replaced(
             head_weights=self.weights,
             head_bias=self.bias,
             head_confidence=self.confidence,
+            feature_center=self.feature_center,
             alpha=alpha,
             rho_min=self.rho_min,
             rho_max=self.rho_max,
             feature_transform=self.feature_transform,
         )
+
+    @property
+    def kind(self) -> str:
+        """How the heads read features: "paper" as they are, "centered" from each row's average."""
+        return "centered" if self.feature_center.any() else "paper"
+
+    @property
+    def mean_r2(self) -> float:
+        """Held-out R^2, floored at 0, averaged over projections and transitions; 0 where nothing could be fitted."""
+        fitted = np.isfinite(self.head_r2)
+        return float(self.confidence[fitted].mean()) if fitted.any() else 0.0
 
 
 class _Samples(NamedTuple):
@@ -104,6 +114,17 @@ def fit_residual(
     return Residual(
         weights, bias, confidence, head_r2, energy_r2, float(rho_min), float(rho_max), feature_transform, center
     )
+
+
+def better_residual(
+    measured: SequenceDamage, layout: Layout, *, feature_transform: str = "log", seed: int = 0
+) -> Residual:
+    """The heads that explain more of held-out sequences: on features as they are, or from each row's own average."""
+    fits = [
+        fit_residual(measured, layout, feature_transform=feature_transform, centered=c, seed=seed)
+        for c in (False, True)
+    ]
+    return max(fits, key=lambda fit: fit.mean_r2)
 
 
 def _features(

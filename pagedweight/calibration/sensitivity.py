@@ -58,16 +58,20 @@ def measure_sensitivity(
                 weight = original_weight(module, expert, projection)
                 s_bar.append(importances[projection].s_bar(expert, weight, packed, layout.widths, form))
                 m_cal.append(mass[expert])
-    cold = cold_blocks(statistics)
-    if cold:
-        experts_of = sorted({(block.layer, block.expert) for block in cold})
+    warn_of_cold_experts(statistics)
+    return Sensitivity(np.array(s_bar), np.array(m_cal), cold_blocks(statistics))
+
+
+def warn_of_cold_experts(statistics: Statistics) -> None:
+    """One warning that counts and names the experts which share their layer's figures."""
+    experts = sorted({(block.layer, block.expert) for block in cold_blocks(statistics)})
+    if experts:
         warnings.warn(
-            f"{len(experts_of)} experts saw too few calibration tokens for figures of their own and got their layer's: "
-            + ", ".join(f"layers.{layer}.experts.{expert}" for layer, expert in experts_of[:20])
-            + (", ..." if len(experts_of) > 20 else ""),
-            stacklevel=2,
+            f"{len(experts)} experts saw too few calibration tokens for figures of their own and got their layer's: "
+            + ", ".join(f"layers.{layer}.experts.{expert}" for layer, expert in experts[:20])
+            + (", ..." if len(experts) > 20 else ""),
+            stacklevel=3,
         )
-    return Sensitivity(np.array(s_bar), np.array(m_cal), cold)
 
 
 def original_weight(module: nn.Module, expert: int, projection: Projection) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from pagedweight.calibration.capture import observe_forward
 from pagedweight.calibration.importance import layer_importance
-from pagedweight.calibration.residual import fit_residual
+from pagedweight.calibration.residual import better_residual, fit_residual
 from pagedweight.calibration.sequences import SequenceDamage, measure_sequences
 from pagedweight.calibration.text import Windows
 from pagedweight.discovery import find_experts
@@ -97,10 +97,12 @@ def test_centered_features_see_past_differences_between_blocks() -> None:
     measured = measured._replace(features=measured.features * block_scale)
     shared, centered = (fit_residual(measured, layout, centered=c).confidence[1, 1, 0] for c in (False, True))
     assert shared < 0.5 < 0.9 < centered
-    with pytest.raises(ValueError, match="centered=False"):
-        fit_residual(measured, layout, centered=True).added_to(
-            Policy.from_sensitivity(layout, np.ones((12, 3)), np.ones(12))
-        )
+    chosen = better_residual(measured, layout)
+    assert chosen.kind == "centered"
+    policy = chosen.added_to(Policy.from_sensitivity(layout, np.ones((12, 3)), np.ones(12)))
+    np.testing.assert_array_equal(policy.feature_center, chosen.feature_center)
+    # Per-row shifts of log norms are what the centre takes away.
+    np.testing.assert_allclose(policy.feature_center, np.log(measured.features).mean(1), atol=0.2)
 
 
 def test_held_out_sequences_do_not_train() -> None:
