@@ -11,6 +11,7 @@ import typer
 import pagedweight
 from pagedweight.cli_common import fail, require_extras, size_option
 from pagedweight.cli_plan import plan, replay
+from pagedweight.cli_quantize import calibrate, quantize
 
 app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
 
@@ -58,6 +59,8 @@ def demo(
     print_report(result, output, as_json)
 
 
+app.command()(quantize)
+app.command()(calibrate)
 app.command()(plan)
 app.command()(replay)
 

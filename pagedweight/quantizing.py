@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from pagedweight.calibration.collect import collect
+from pagedweight.calibration.sensitivity import warn_of_cold_experts
 from pagedweight.calibration.statistics import Statistics
-from pagedweight.calibration.stored import statistics_digest
+from pagedweight.calibration.stored import save_statistics, statistics_digest
 from pagedweight.calibration.text import Text, Windows, windows_of
-from pagedweight.calibration.tuning import TuningOptions, tune_tables, tuned_widths, tuning_steps
-from pagedweight.checkpoint import FOLDER, METADATA, Checkpoint
-from pagedweight.checkpoint_shard import sync_and_rename
+from pagedweight.calibration.tuning import TuningOptions
 from pagedweight.discovery import find_experts
-from pagedweight.layout import BlockId, normalized_widths
+from pagedweight.layout import Layout, normalized_widths
 from pagedweight.patching import WIDTHS
 from pagedweight.patching_pages import layout_of
 from pagedweight.patching_quantize import Importance
 from pagedweight.quant.levels import Settings, check_level
+from pagedweight.quantizing_tuned import write_tuned
 from pagedweight.saving import load_dense
 from pagedweight.saving_names import UnknownConversion
-from pagedweight.saving_quantize import Job, Progress, finish_folder, write_folder, write_pages
+from pagedweight.saving_quantize import Job, Progress, write_folder
 from pagedweight.saving_source import FolderSource, ModelSource, Source, local_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-DRAFT = "pagedweight-draft"  # codes of an unfinished run at level best, whose tables are still to be tuned
-TUNED = "tuned.safetensors"
 ROWS = 8  # windows per forward of calibration
 
 
@@ -52,6 +47,7 @@ def quantize(
     windows: int = 256,
     tuning: TuningOptions | None = None,
     device: torch.device | str | None = None,
+    keep_statistics: str | Path | None = None,
     progress: Progress = lambda step, done, total: None,
 ) -> Path:
     """Quantize a model's routed experts into a folder that load() and from_pretrained() read; returns the folder.
@@ -67,6 +63,7 @@ def quantize(
     calibration: Statistics of this model, or text to take them from, as `windows_of` takes it; at most `windows`
         windows of 512 tokens. Balanced and best need it; fast weighs columns by it.
     tokenizer: for text; the folder's own by default. device: where a folder is quantized; the GPU if there is one.
+    keep_statistics: a folder for what calibration took from text, to be used again with `load_statistics`.
     progress: called with (step, done, total).
     ValueError when the model cannot be served or a codebook cannot serve its width, before anything is written.
     """
@@ -86,6 +83,11 @@ def quantize(
     if text is not None:
         model = model_or_path if folder is None else load_dense(folder).to(device)
         calibration = _statistics(model, text, seed, progress)
+        if keep_statistics is not None:
+            save_statistics(calibration, keep_statistics)
+    if calibration is not None:
+        _check_statistics(calibration, layout)
+        warn_of_cold_experts(calibration)
     recipe = {"level": level, "seed": str(seed)}
     if calibration is not None:
         recipe["calibration"] = statistics_digest(calibration)
@@ -93,10 +95,16 @@ def quantize(
         recipe["source"] = source.identity()
     job = Job(source, out, layout, settings, calibration, importance, recipe, progress)
     if level == "best" and model is not None:
-        _write_tuned(job, model, text, tuning or TuningOptions(seed=seed))
+        write_tuned(job, model, text, tuning or TuningOptions(seed=seed))
     else:
         write_folder(job)
     return out
+
+
+def _check_statistics(statistics: Statistics, layout: Layout) -> None:
+    shapes = tuple(layer.shape for layer in statistics.layers)
+    if shapes != layout.moe_layers:
+        raise ValueError(f"the statistics are of {len(shapes)} layers of other experts; calibrate this model")
 
 
 def _source(model_or_folder: PreTrainedModel | Path, device: torch.device) -> Source:
@@ -127,65 +135,3 @@ def _statistics(model: PreTrainedModel, windows: Windows, seed: int, progress: P
 
     found = find_experts(model)
     return collect(model, found, windows.batches(ROWS, found[0].device), seed=seed, advance=advance)
-
-
-def _write_tuned(job: Job, model: PreTrainedModel, windows: Windows, options: TuningOptions) -> None:
-    """Codes into a draft, tables tuned on it, and both together into the folder."""
-    job = job._replace(recipe={**job.recipe, "tuning": " ".join(map(str, (*options, len(windows.tokens))))})
-    draft_folder = job.out / DRAFT
-    writer = job.writer(job.out)
-    try:
-        job.source.write_rest(job.out)
-        draft = _draft(job, draft_folder)
-        tables = _tuned_tables(job, model, draft, windows, options)
-        for index, shape in enumerate(job.layout.moe_layers):
-            stakes, weights = job.measured.importance(index), job.source.weights(index)
-            for block in (b for b in job.layout.blocks() if b.layer == shape.layer):
-                if job.layout.row(block) == writer.next_row:
-                    packed = draft.block(block)
-                    packed = packed._replace(tables=packed.tables | {bits: t[block] for bits, t in tables.items()})
-                    weight = weights[block.projection][block.expert]
-                    s_bar = stakes[block.projection].s_bar(block.expert, weight, packed, job.layout.widths)
-                    writer.add(block, packed, s_bar)
-            job.source.release(index)
-        finish_folder(job, writer)
-    finally:
-        writer.close()
-    shutil.rmtree(draft_folder)
-
-
-def _draft(job: Job, folder: Path) -> Checkpoint:
-    """The finished draft of this recipe, written now as far as it is not there."""
-    if (folder / FOLDER / METADATA).is_file() and Checkpoint.open(folder).recipe == job.recipe:
-        return Checkpoint.open(folder)
-    (folder / TUNED).unlink(missing_ok=True)
-    writer = job.writer(folder)
-    try:
-        write_pages(job, writer)
-        writer.finish()
-    finally:
-        writer.close()
-    return Checkpoint.open(folder)
-
-
-def _tuned_tables(
-    job: Job, model: PreTrainedModel, draft: Checkpoint, windows: Windows, options: TuningOptions
-) -> dict[int, Mapping[BlockId, Tensor]]:
-    """The draft's tables after tuning; those of a killed run that had come so far."""
-    path = job.out / DRAFT / TUNED
-    if not path.is_file():
-        total, done = tuning_steps(job.layout, windows, options), 0
-
-        def advance() -> None:
-            nonlocal done
-            done += 1
-            job.progress("tuning", done, total)
-
-        found = find_experts(model)
-        tables = tune_tables(model, found, job.layout, draft.block, windows, options, advance=advance)
-        flat = {f"{bits}.{block}": t for bits, own in tables.items() for block, t in own.items()}
-        unfinished = path.with_name(f"{path.name}.tmp")
-        save_file(flat, unfinished)
-        sync_and_rename(unfinished, path)
-    flat = load_file(path)
-    return {bits: {b: flat[f"{bits}.{b}"] for b in job.layout.blocks()} for bits in tuned_widths(job.layout)}

@@ -1,0 +1,45 @@
+"""Progress bars of long commands, and the warnings that came up meanwhile."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class Bars:
+    """A bar for each step of a command; called with (step, done, total). Layers of one pass share a bar."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._tasks: dict[str, int] = {}
+
+    def __call__(self, step: str, done: int, total: int) -> None:
+        name = "layer" if step.startswith("layer ") else step
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(step, total=total)
+        self._progress.update(self._tasks[name], description=step, completed=done, total=total)
+
+
+@contextmanager
+def bars() -> Iterator[Bars]:
+    """Bars on stderr with counts, time taken and time left; none where stderr is no terminal."""
+    columns = (TextColumn("{task.description:>16}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
+    ) as progress:
+        yield Bars(progress)
+
+
+@contextmanager
+def noted_warnings() -> Iterator[list[str]]:
+    """The user warnings of a block, each once, for the command's summary."""
+    notes: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield notes
+    notes.extend(dict.fromkeys(str(one.message) for one in caught if issubclass(one.category, UserWarning)))
