@@ -81,10 +81,20 @@ class Slab:
 
     def write(self, states: torch.Tensor) -> None:
         """Append states (B, heads, S, head_dim); the columns must be there."""
+        if states.shape[2] == 1:
+            self._write_one(states)
+            return
         position = torch.arange(self.stop, self.stop + states.shape[2], device=self._device)
         column = position // self.tokens_per_frame - self.first_column
         self._slots[self._index[:, column], position % self.tokens_per_frame] = states.detach().transpose(1, 2)
         self.stop += states.shape[2]
+
+    def _write_one(self, states: torch.Tensor) -> None:
+        """One token each, which is what decoding does in every layer: a single launch instead of six."""
+        column, place = divmod(self.stop, self.tokens_per_frame)
+        frames = self._index[:, column - self.first_column]
+        self._slots[:, place].index_copy_(0, frames, states.detach()[:, :, 0])
+        self.stop += 1
 
     def read(self) -> torch.Tensor:
         """(B, heads, tokens, head_dim), every token held, as a copy."""

@@ -10,10 +10,11 @@ import torch
 
 from pagedweight.runtime.frames import Arena
 from pagedweight.runtime.transfer import FrameCopy, Ticket
+from pagedweight.runtime.transfer_batch import BatchedCopies, Pieces, pieces_of
 
-# A half of the staging memory: long enough that a launch costs nothing beside the copy, short enough that little is
-# left to spread once the last bytes have crossed the bus.
-_STAGING_BYTES = 16 * 2**20
+# A half of the staging memory: long enough that launches cost little beside the copy, short enough that little is left
+# to spread once the last bytes have crossed the bus.
+_STAGING_BYTES = 32 * 2**20
 _WORD = torch.complex128  # frames spread 16 bytes at a time
 
 
@@ -43,6 +44,7 @@ class _Half:
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows = rows
+        self.address = rows.data_ptr()
         self.free = torch.cuda.Event()
 
 
@@ -60,36 +62,42 @@ class CudaEngine:
         self._words = arena.rows.view(_WORD)
         self._copy_stream = torch.cuda.Stream(self._device)
         self._spread_stream = torch.cuda.Stream(self._device)
+        self._copies = BatchedCopies()
         self._staging_frames = max(1, min(staging_bytes // arena.frame_bytes, arena.frames))
+        self._half_bytes = self._staging_frames * arena.frame_bytes
         self._halves: list[_Half] = []
 
     def copy_in(self, copies: Sequence[FrameCopy]) -> Ticket:
-        keep = [_page_locked(host) for _, host in copies]
-        sources = [FrameCopy(frames, host) for (frames, _), host in zip(copies, keep, strict=True)]
         began = torch.cuda.Event(enable_timing=True)
         began.record(self._copy_stream)
+        if not copies:
+            return _EventTicket(self._copy_stream, began=began)
+        hosts, pieces = self._pieces(copies)
         with _settled(self._copy_stream, self._spread_stream):
-            for batch, ids, half in self._batches(sources):
+            ids = self._spread_ids(copies)
+            batch_of = pieces.start // self._half_bytes
+            for number, part in enumerate(ids.split(self._staging_frames)):
+                half, batch = self._next_half(), batch_of == number
                 self._copy_stream.wait_event(half.free)
-                with torch.cuda.stream(self._copy_stream):
-                    _fill(half.rows.view(torch.uint8).view(-1), [host for _, host in batch])
+                self._copies.launch(half.address, Pieces(*(values[batch] for values in pieces)), self._copy_stream)
                 self._spread_stream.wait_stream(self._copy_stream)
                 with torch.cuda.stream(self._spread_stream):
-                    self._words.index_copy_(0, ids, half.rows[: len(ids)])
+                    self._words.index_copy_(0, part, half.rows[: len(part)])
                 half.free.record(self._spread_stream)
-            return _EventTicket(self._spread_stream, keep, began)
+            return _EventTicket(self._spread_stream, hosts, began)
 
     def copy_out(self, copies: Sequence[FrameCopy]) -> Ticket:
         with _settled(self._copy_stream, self._spread_stream):
-            for batch, ids, half in self._batches(copies):
-                self._spread_stream.wait_event(half.free)
-                with torch.cuda.stream(self._spread_stream):
-                    torch.index_select(self._words, 0, ids, out=half.rows[: len(ids)])
-                self._copy_stream.wait_stream(self._spread_stream)
-                with torch.cuda.stream(self._copy_stream):
-                    _drain(half.rows.view(torch.uint8), batch)
-                half.free.record(self._copy_stream)
-            return _EventTicket(self._copy_stream, (host for _, host in copies))
+            for frames, host in copies:
+                ids = self._spread_ids([FrameCopy(frames, host)])
+                for part, target in zip(ids.split(self._staging_frames), host.split(self._half_bytes), strict=True):
+                    half = self._next_half()
+                    self._spread_stream.wait_event(half.free)
+                    with torch.cuda.stream(self._spread_stream):
+                        torch.index_select(self._words, 0, part, out=half.rows[: len(part)])
+                        target.view(_WORD).view(len(part), -1).copy_(half.rows[: len(part)], non_blocking=True)
+                    half.free.record(self._spread_stream)
+            return _EventTicket(self._spread_stream, (host for _, host in copies))
 
     def fence(self) -> Ticket:
         return _EventTicket(torch.cuda.current_stream(self._device))
@@ -113,18 +121,22 @@ class CudaEngine:
             first = int(frames[start])
             self._rows[first : first + stop - start].copy_(pieces[start:stop], non_blocking=True)
 
-    def _batches(self, copies: Sequence[FrameCopy]) -> Iterator[tuple[list[FrameCopy], torch.Tensor, _Half]]:
-        """Copies cut to what a half holds, each batch with its frames' ids on the device and the half that is next.
+    def _pieces(self, copies: Sequence[FrameCopy]) -> tuple[list[torch.Tensor], Pieces]:
+        """The copies' bytes in page-locked memory, and where they lie."""
+        hosts = [host for _, host in copies]
+        memory = [host.untyped_storage().data_ptr() for host in hosts]
+        locked = {at: host.is_pinned() for at, host in dict(zip(memory, hosts, strict=True)).items()}
+        hosts = [host if locked[at] else host.pin_memory() for at, host in zip(memory, hosts, strict=True)]
+        places = [(host.untyped_storage().data_ptr(), host.data_ptr(), host.numel()) for host in hosts]
+        return hosts, pieces_of(*np.array(places, dtype=np.int64).T, self._half_bytes)
 
-        On the spread stream, after everything launched so far on the compute stream that may use those frames.
+    def _spread_ids(self, copies: Sequence[FrameCopy]) -> torch.Tensor:
+        """Ids of the copies' frames, on a spread stream that comes after everything launched so far on the compute
+        stream, which may still use those frames.
         """
-        if not copies:
-            return
         self._spread_stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._spread_stream):
-            ids = self._on_device(np.concatenate([frames for frames, _ in copies]))
-        for batch, part in zip(_cut(copies, self._staging_frames), ids.split(self._staging_frames), strict=True):
-            yield batch, part, self._next_half()
+            return self._on_device(np.concatenate([frames for frames, _ in copies]))
 
     def _next_half(self) -> _Half:
         """The half that has been in use for longer."""
@@ -153,44 +165,6 @@ def _settled(*streams: torch.cuda.Stream) -> Iterator[None]:
 def _page_locked(host: torch.Tensor) -> torch.Tensor:
     """The bytes in page-locked memory, so that the copy does not make the host wait for the device."""
     return host if host.is_pinned() else host.pin_memory()
-
-
-def _cut(copies: Iterable[FrameCopy], most_frames: int) -> Iterator[list[FrameCopy]]:
-    """The copies, in order, in batches of most_frames; only the last batch is smaller."""
-    batch, room = [], most_frames
-    for frames, host in copies:
-        frame_bytes, at = host.numel() // len(frames), 0
-        while at < len(frames):
-            stop = min(len(frames), at + room)
-            batch.append(FrameCopy(frames[at:stop], host[at * frame_bytes : stop * frame_bytes]))
-            room -= stop - at
-            at = stop
-            if not room:
-                yield batch
-                batch, room = [], most_frames
-    if batch:
-        yield batch
-
-
-def _fill(target: torch.Tensor, hosts: list[torch.Tensor]) -> None:
-    """Copy page-locked pieces one behind the other; neighbours in host memory go as one copy."""
-    places = [(host.untyped_storage().data_ptr(), host.data_ptr(), host.numel()) for host in hosts]
-    memory, address, sizes = np.array(places, dtype=np.int64).T
-    ends = np.cumsum(sizes)
-    apart = (memory[1:] != memory[:-1]) | (address[1:] != address[:-1] + sizes[:-1])
-    first = np.flatnonzero(np.concatenate([[True], apart]))
-    for begin, end in zip(first.tolist(), [*first[1:].tolist(), len(hosts)], strict=True):
-        start, stop = int(ends[begin] - sizes[begin]), int(ends[end - 1])
-        target[start:stop].copy_(hosts[begin].as_strided((stop - start,), (1,)), non_blocking=True)
-
-
-def _drain(staged: torch.Tensor, batch: list[FrameCopy]) -> None:
-    """Copy staged frames (frames, frame_bytes) to their places on the host."""
-    start = 0
-    for frames, host in batch:
-        part = staged[start : start + len(frames)]
-        host.view(part.shape).copy_(part, non_blocking=True)
-        start += len(frames)
 
 
 def _runs(frames: np.ndarray) -> list[tuple[int, int]]:

@@ -71,7 +71,7 @@ class Machine:
 
     def step(self) -> None:
         try:
-            self.rng.choice([self.boundary, self.take_kv, self.scatter_kv, self.end_kv, self.rescue, self.break_next])()
+            self.rng.choice([self.boundary, self.take_kv, self.crowd, self.end_kv, self.rescue, self.break_next])()
         except TransferFault:
             self.faults += 1
             self.table.publish()
@@ -96,12 +96,13 @@ class Machine:
         except OutOfFrames:
             assert count > self.arena.free_frames
 
-    def scatter_kv(self) -> None:
-        """Every free frame, then every second one back: what is left free does not lie together."""
+    def crowd(self) -> None:
+        """KV takes every free frame and gives every second one back: no table finds neighbours unless frames move."""
         frames = self.arena.allocate(self.arena.free_frames, KV_OWNER)
         kept = np.arange(len(frames)) % 2 == 0
         self.arena.free(frames[~kept])
         self.hold(frames[kept])
+        self.boundary()
 
     def hold(self, frames: np.ndarray) -> None:
         value = int(self.rng.integers(0, 255))

@@ -1,5 +1,7 @@
 """Copy engines on the CPU and, where there is one, on a CUDA device with real streams."""
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,8 @@ from hypothesis import strategies as st
 
 from pagedweight.runtime.frames import KV_OWNER, Arena
 from pagedweight.runtime.transfer import FrameCopy, ImmediateEngine
-from pagedweight.runtime.transfer_cuda import CudaEngine, _fill, _runs
+from pagedweight.runtime.transfer_batch import pieces_of
+from pagedweight.runtime.transfer_cuda import CudaEngine, _runs
 
 FRAME_BYTES = 4096
 
@@ -72,13 +75,28 @@ def test_runs_are_stretches_of_consecutive_frames(frames, runs):
     assert _runs(np.array(frames)) == runs
 
 
-@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9)), min_size=1, max_size=12))
-def test_pieces_land_one_behind_the_other_whether_or_not_they_are_neighbours(picks):
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 8)), min_size=1, max_size=12), st.sampled_from([64, 192, 4096])
+)
+def test_pieces_come_one_behind_the_other_joined_where_they_are_neighbours_and_cut_at_batches(picks, most_bytes):
     memories = [torch.randint(0, 256, (10 * 64,), dtype=torch.uint8) for _ in range(2)]
-    pieces = [memories[which][at * 64 : (at + 1 + at % 2) * 64] for which, at in picks]
-    target = torch.zeros(sum(map(len, pieces)), dtype=torch.uint8)
-    _fill(target, pieces)
-    assert torch.equal(target, torch.cat(pieces))
+    hosts = [memories[which][at * 64 : (at + 1 + at % 2) * 64] for which, at in picks]
+    places = np.array([(which, host.data_ptr(), len(host)) for (which, _), host in zip(picks, hosts, strict=True)])
+    pieces = pieces_of(*places.T, most_bytes)
+    target = np.zeros(sum(map(len, hosts)), dtype=np.uint8)
+    for start, source, size in zip(*(values.tolist() for values in pieces), strict=True):
+        assert start // most_bytes == (start + size - 1) // most_bytes
+        ctypes.memmove(target.ctypes.data + start, source, size)
+    assert target.tobytes() == torch.cat(hosts).numpy().tobytes()
+    begins = set(np.cumsum([0, *map(len, hosts)]).tolist()) | set(range(0, len(target), most_bytes))
+    assert set(pieces.start.tolist()) <= begins
+
+
+def test_neighbours_of_one_memory_are_one_piece_and_those_of_two_are_not():
+    together = pieces_of(np.array([5, 5, 5]), np.array([0, 64, 128]), np.array([64, 64, 64]), 4096)
+    assert [values.tolist() for values in together] == [[0], [0], [192]]
+    apart = pieces_of(np.array([5, 6, 6]), np.array([0, 64, 128]), np.array([64, 64, 64]), 4096)
+    assert apart.size.tolist() == [64, 128]
 
 
 @pytest.mark.gpu
