@@ -13,6 +13,7 @@ Weights are random (bench/e2e/drawn.py). Every forward is timed by events on the
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -36,6 +37,7 @@ BUFFER_BYTES = 2**30
 STRETCH_STEPS = 16
 SETTLING_STEPS = 3  # of a stretch: the first forwards after a wait start on an idle device
 RESTORE_BATCH, RESTORE_STEPS = 8, 160
+WORKSPACE_BYTES = 2 * 2**30
 
 
 class Mark:
@@ -112,6 +114,7 @@ class Moving(NamedTuple):
 def moving(drawn: Drawn, config: RuntimeConfig, batch: int, prompt_tokens: int, most_steps: int) -> Moving:
     model = drawn.patched(config)
     runtime = model.pagedweight
+    warm_up(model, batch, prompt_tokens)
     start = runtime.snapshot()
     decoding = Decoding(model, batch, prompt_tokens)
     steps = decoding.run(most_steps)
@@ -137,7 +140,10 @@ def moving(drawn: Drawn, config: RuntimeConfig, batch: int, prompt_tokens: int, 
         "released_share_in_kv_blocks": usable_share(start, end),
         "restored_bytes": rested.moves.loaded_bytes - end.moves.loaded_bytes,
         "restore_steps": back,
-        "longest_step_ms": float(took[SETTLING_STEPS:].max()),
+        "reload_gigabytes_per_second": reload_rate(end, rested) / 1e9,
+        "stalled_ms": 1e3 * (end.moves.stalled_seconds - start.moves.stalled_seconds),
+        "relocated_bytes": rested.moves.relocated_bytes - start.moves.relocated_bytes,
+        "longest_step_ms": float(took.max()),
         "median_step_ms": float(np.median(took)),
         "longest_restoring_step_ms": float(restored_took.max()),
         "driver_free_bytes_spread": int(np.ptp(decoding.driver_free or [0])),
@@ -147,11 +153,32 @@ def moving(drawn: Drawn, config: RuntimeConfig, batch: int, prompt_tokens: int, 
     return Moving(report, took, bits, restored_took, restore_bits)
 
 
+def warm_up(model: PreTrainedModel, batch: int, prompt_tokens: int) -> None:
+    """Compile what both batch sizes need, then wait until every width is back at its start."""
+    for size in (batch, RESTORE_BATCH):
+        decoding = Decoding(model, size, prompt_tokens)
+        decoding.run(2 * SETTLING_STEPS)
+        decoding.cache.release()
+    if model.device.type == "cuda":
+        # What attention gathers of one layer grows with the cache; taken once, the driver sees no growth.
+        torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=model.device)
+        torch.cuda.synchronize()
+    for _ in range(64):
+        model.pagedweight.boundary()
+        time.sleep(2e-3)
+
+
 def usable_share(start: RuntimeSnapshot, end: RuntimeSnapshot) -> float:
     """Whole KV blocks, held or free, gained between two moments, over the bytes released between them."""
     released = end.moves.released_bytes - start.moves.released_bytes
     held = [(seen.kv_bytes + seen.bytes_by_owner["free"]) // start.kv.block_bytes for seen in (start, end)]
     return (held[1] - held[0]) * start.kv.block_bytes / max(1, released)
+
+
+def reload_rate(start: RuntimeSnapshot, end: RuntimeSnapshot) -> float:
+    """Bytes/s of the loads that landed between two moments."""
+    seconds = end.moves.loading_seconds - start.moves.loading_seconds
+    return (end.moves.loaded_bytes - start.moves.loaded_bytes) / max(1e-9, seconds)
 
 
 def over_time(decoding: Decoding, took: np.ndarray) -> list[dict]:
@@ -251,6 +278,9 @@ def main() -> int:
     parser.add_argument("--most-steps", type=int, default=4096)
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
+    # cuDNN's attention plans anew for every length, some 60 ms at each step of a growing cache.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    gc.disable()
     drawn = draw(options.model, options.layers, WIDTHS, options.device, BUFFER_BYTES if options.device == "cuda" else 0)
     resident = drawn.resident_bytes()
     budget = resident[WIDTHS[-1]] + options.spare_mib * 2**20

@@ -153,18 +153,19 @@ def drawn_pages() -> HostPages:
     return host
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_case_72_and_79_any_order_of_moves_on_real_streams_leaves_every_byte_right(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "steps"), [(0, 1000), (1, 1000), (2, 100)], ids=["first", "second", "short"])
+def test_case_72_and_79_any_order_of_moves_on_real_streams_leaves_every_byte_right(seed: int, steps: int) -> None:
+    """The short one is for compute-sanitizer, under which a step takes a second."""
     machine = Machine(seed, spare_frames=ROWS * PER_ROW // 3)
     driver = []
-    for number in range(1000):
+    for number in range(steps):
         machine.step()
-        if number % 100 == 99:
+        if number % (steps // 10) == steps // 10 - 1:
             machine.settle_and_check()
             driver.append(torch.cuda.mem_get_info()[0])
     moves = machine.pager.moves
-    assert min(moves.lowered_rows, moves.raised_rows) > 200, moves
+    assert min(moves.lowered_rows, moves.raised_rows) > steps // 5, moves
     assert moves.relocated_bytes > 0, moves
-    assert machine.faults > 5
+    assert machine.faults > steps // 200
     assert len(set(driver[2:])) == 1, driver  # the driver sees no change while pages move
     machine.engine.close()
