@@ -200,18 +200,20 @@ def over_time(decoding: Decoding, took: np.ndarray) -> list[dict]:
     return rows
 
 
-def still(drawn: Drawn, config: RuntimeConfig, moved: Moving, batch: int, prompt_tokens: int) -> dict:
+def still(
+    drawn: Drawn, config: RuntimeConfig, moved: Moving, batch: int, prompt_tokens: int, stretch_steps: int
+) -> dict:
     """The moving run's forwards with nothing moving, and what moving has cost."""
     model = drawn.patched(config)
     decoding, compared = Decoding(model, batch, prompt_tokens), []
-    for first in range(0, len(moved.bits) - STRETCH_STEPS + 1, STRETCH_STEPS):
-        with model.pagedweight.held_at(moved.bits[first + STRETCH_STEPS // 2]):
-            decoding.run(STRETCH_STEPS)
-            took = decoding.milliseconds()[-STRETCH_STEPS:]
+    for first in range(0, len(moved.bits) - stretch_steps + 1, stretch_steps):
+        with model.pagedweight.held_at(moved.bits[first + stretch_steps // 2]):
+            decoding.run(stretch_steps)
+            took = decoding.milliseconds()[-stretch_steps:]
         compared.append((first, took))
     decoding.cache.release()
-    parts = slice(SETTLING_STEPS, STRETCH_STEPS - 1)
-    with_moves = np.concatenate([moved.milliseconds[first : first + STRETCH_STEPS][parts] for first, _ in compared])
+    parts = slice(SETTLING_STEPS, stretch_steps - 1)
+    with_moves = np.concatenate([moved.milliseconds[first : first + stretch_steps][parts] for first, _ in compared])
     without = np.concatenate([took[parts] for _, took in compared])
     return {
         "steps": len(without),
@@ -276,6 +278,9 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--spare-mib", type=int, default=1024)
     parser.add_argument("--most-steps", type=int, default=4096)
+    parser.add_argument(
+        "--stretch", type=int, default=STRETCH_STEPS, help="steps of the still run at one set of widths"
+    )
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     # cuDNN's attention plans anew for every length, some 60 ms at each step of a growing cache.
@@ -300,7 +305,7 @@ def main() -> int:
     print(json.dumps(moved.report), flush=True)
     tokens = options.batch * moved.report["tokens_per_sequence"]
     larger = RuntimeConfig(budget_bytes=budget + resident[WIDTHS[-1]], **thresholds)
-    unmoved = still(drawn, larger, moved, options.batch, options.prompt)
+    unmoved = still(drawn, larger, moved, options.batch, options.prompt, options.stretch)
     print(json.dumps(unmoved), flush=True)
     table = capacity(drawn, budget, tokens)
     print(*map(json.dumps, table), sep="\n", flush=True)
