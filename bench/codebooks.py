@@ -4,7 +4,7 @@
         --text C4=c4.jsonl --out bench/results
 
 Dequantized weights stand in for the experts', so the figures are the format's own, whatever the kernels. Writes
-codebooks-<model>.json, and codebooks.md from all of the folder's.
+codebooks-<model>-<parent>bits.json, and codebooks.md from all of the folder's.
 """
 
 from __future__ import annotations
@@ -35,29 +35,34 @@ from pagedweight.calibration.collect import collect
 from pagedweight.calibration.statistics import Statistics
 from pagedweight.layout import Layout
 
-WIDTHS = (2, 3, 4, 5, 6, 7, 8)
-TABLES = dict.fromkeys(WIDTHS, "lut16")
-BYTES = TABLES | dict.fromkeys((2, 3, 4), "lut8")
-# lut8 has no table above 4 bits, cubic none at 2.
-CHOICES = {
-    "lut16": TABLES,
-    "lut8 to 4 bits, lut16 above": BYTES,
-    "lut16 to 4 bits, cubic above": TABLES | dict.fromkeys((5, 6, 7, 8), "cubic"),
-    "lut8 to 4 bits, cubic above": BYTES | dict.fromkeys((5, 6, 7, 8), "cubic"),
-    "lut16 at 2 bits, cubic above": TABLES | dict.fromkeys(WIDTHS[1:], "cubic"),
-    "lut16 to 4 bits, affine above": TABLES | dict.fromkeys((5, 6, 7, 8), "affine"),
-    "affine": dict.fromkeys(WIDTHS, "affine"),
-}
+LEVELS = ("balanced", "best, tables not tuned")
+
+
+def choices(parent: int) -> dict[str, dict[int, str]]:
+    """Codebooks by width, up to the parent width. lut8 has no table above 4 bits, cubic none at 2."""
+    widths = range(2, parent + 1)
+
+    def codebooks(low: str, high: str, above: int) -> dict[int, str]:
+        return {bits: high if bits > above else low for bits in widths}
+
+    return {
+        "lut16": codebooks("lut16", "lut16", 4),
+        "lut8 to 4 bits, lut16 above": codebooks("lut8", "lut16", 4),
+        "lut16 to 4 bits, cubic above": codebooks("lut16", "cubic", 4),
+        "lut8 to 4 bits, cubic above": codebooks("lut8", "cubic", 4),
+        "lut16 at 2 bits, cubic above": codebooks("lut16", "cubic", 2),
+        "affine": codebooks("affine", "affine", 4),
+    }
 
 
 def measure(
     trained: Trained, method: str, codebooks: Mapping[int, str], statistics: Statistics, answers: list[Answers]
 ) -> dict[str, list[float]]:
     """KL in nats of every window of all texts, by width."""
-    layout = Layout(trained.layout.moe_layers, WIDTHS, codebooks)
+    layout = Layout(trained.layout.moe_layers, tuple(codebooks), codebooks)
     blocks = quantized(trained, method, statistics, codebooks)
     judge = Judge(trained.model, trained.found, layout, blocks.__getitem__)
-    plans = {bits: np.full(layout.rows, w) for w, bits in enumerate(WIDTHS)}
+    plans = {bits: np.full(layout.rows, w) for w, bits in enumerate(codebooks)}
     return {
         str(bits): rounded(np.concatenate([judge.figures(given, plan).kl for given in answers]))
         for bits, plan in plans.items()
@@ -69,19 +74,20 @@ def run(folder: Path, arguments: argparse.Namespace, progress: Progress) -> None
     rows = rows_per_forward(arguments)
     statistics = collect(trained.model, trained.found, trained.calibration.batches(8, trained.device))
     answers = [take_answers(trained.model, text, rows=rows) for text in trained.texts.values()]
-    task = progress.add_task(folder.name, total=len(arguments.methods) * len(CHOICES))
+    tried = choices(arguments.parent)
+    task = progress.add_task(folder.name, total=len(arguments.methods) * len(tried))
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     for method in arguments.methods:
-        for name, codebooks in CHOICES.items():
+        for name, codebooks in tried.items():
             found.setdefault(method, {})[name] = measure(trained, method, codebooks, statistics, answers)
             progress.advance(task)
     record = {
-        "settings": settings_of(arguments, folder),
+        "settings": {**settings_of(arguments, folder), "parent": arguments.parent},
         "machine": machine(arguments.device),
         "command": "python -m bench.codebooks " + " ".join(sys.argv[1:]),
         "kl_nats": found,
     }
-    path = arguments.out / f"codebooks-{folder.name}.json"
+    path = arguments.out / f"codebooks-{folder.name}-{arguments.parent}bits.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record) + "\n", encoding="utf-8")
 
@@ -91,14 +97,15 @@ def report(records: list[dict]) -> str:
     lines = ["# Codebooks by width", ""]
     for record in records:
         settings = record["settings"]
-        lines += [f"## {settings['model']}", ""]
+        lines += [f"## {settings['model']}, parent width {settings['parent']}", ""]
         lines += [f"{settings['windows']} windows of {settings['tokens']} tokens of each of {settings['texts']};"]
         lines += [f"{record['machine']}. KL in 10^-3 nats; in brackets beside lut16, 95 % interval.", ""]
-        lines += ["| level | codebooks | " + " | ".join(f"{bits} bits" for bits in WIDTHS) + " |"]
-        lines += ["|" + " --- |" * (2 + len(WIDTHS))]
+        widths = range(2, settings["parent"] + 1)
+        lines += ["| level | codebooks | " + " | ".join(f"{bits} bits" for bits in widths) + " |"]
+        lines += ["|" + " --- |" * (2 + len(widths))]
         for method, choices in record["kl_nats"].items():
             for name, kl in choices.items():
-                cells = [_cell(np.array(kl[str(b)]), np.array(choices["lut16"][str(b)])) for b in WIDTHS]
+                cells = [_cell(np.array(kl[str(b)]), np.array(choices["lut16"][str(b)])) for b in widths]
                 lines += [f"| {method} | {name} | " + " | ".join(cells) + " |"]
         lines += [""]
     return "\n".join(lines)
@@ -112,7 +119,8 @@ def _cell(kl: np.ndarray, tables: np.ndarray) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
-    parser.add_argument("--methods", nargs="*", default=["balanced", "best"], choices=list(METHODS), metavar="METHOD")
+    parser.add_argument("--methods", nargs="*", default=LEVELS, choices=list(METHODS), metavar="METHOD")
+    parser.add_argument("--parent", type=int, default=6, choices=range(3, 9), help="the widest width")
     arguments = parser.parse_args()
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn()) as progress:
         for folder in arguments.models:

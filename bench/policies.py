@@ -26,9 +26,9 @@ from bench.quality_parts import (
     METHODS,
     Trained,
     add_arguments,
+    kept,
     load,
     machine,
-    quantized,
     rounded,
     rows_per_forward,
     settings_of,
@@ -42,11 +42,13 @@ SIGNALS = ("past", "window")
 POLICY_FIELDS = ("mass_trust", "alpha", "bucket_edges", "multipliers", "floors", "depth_caps")
 
 
-def prepare(trained: Trained, method: str, progress: Progress) -> tuple[dict[BlockId, PackedBlock], Calibration]:
+def prepare(
+    trained: Trained, method: str, keep: Path | None, progress: Progress
+) -> tuple[dict[BlockId, PackedBlock], Calibration]:
     """Linear-blocks and the policy calibrated for them, from calibration text alone."""
     task = progress.add_task(f"{trained.name}: quantize", total=None)
     statistics = collect(trained.model, trained.found, trained.calibration.batches(8, trained.device))
-    blocks = quantized(trained, method, statistics)
+    blocks = kept(trained, method, statistics, keep)
     progress.remove_task(task)
     tasks: dict[str, TaskID] = {}
 
@@ -74,7 +76,7 @@ def measure(trained: Trained, contest: Contest, contender: Contender, budget: fl
 def run(folder: Path, arguments: argparse.Namespace, progress: Progress) -> None:
     trained = load(folder, arguments)
     rows = rows_per_forward(arguments)
-    blocks, made = prepare(trained, arguments.method, progress)
+    blocks, made = prepare(trained, arguments.method, arguments.keep, progress)
     judge = Judge(trained.model, trained.found, trained.layout, blocks.__getitem__)
     contenders = [c for c in CONTENDERS if not arguments.only or c.name in arguments.only]
     for signals in arguments.signals:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from bench.quality_damage import measure_damage
+from bench.quality_damage import live_mass, measure_damage
 from bench.quality_judge import Answers, Judge, take_answers
 from bench.quality_parts import (
     METHODS,
@@ -28,9 +27,9 @@ from bench.quality_parts import (
     Trained,
     add_arguments,
     code_bytes,
+    kept,
     load,
     machine,
-    quantized,
     rounded,
     rows_per_forward,
     settings_of,
@@ -50,7 +49,7 @@ class Record:
         self.path = path
         self.content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if self.content.get("settings") != settings:
-            self.content = {"settings": settings, "cells": {}, "damage": {}, "seconds": {}}
+            self.content = {"settings": settings, "cells": {}, "damage": {}}
 
     def save(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,8 +59,8 @@ class Record:
 class Run:
     """One model's measurements: what the record lacks is measured, each method's linear-blocks made once."""
 
-    def __init__(self, trained: Trained, record: Record, rows: int, progress: Progress) -> None:
-        self.trained, self.record, self.rows, self.progress = trained, record, rows, progress
+    def __init__(self, trained: Trained, record: Record, rows: int, keep: Path | None, progress: Progress) -> None:
+        self.trained, self.record, self.rows, self.keep, self.progress = trained, record, rows, keep, progress
         self.answers = {name: take_answers(trained.model, text, rows=rows) for name, text in trained.texts.items()}
 
     def collect(self, rows: int) -> Statistics:
@@ -69,16 +68,17 @@ class Run:
         task = self.progress.add_task(f"{trained.name}: calibrate", total=len(trained.calibration.tokens))
         batches = trained.calibration.batches(rows, trained.device)
         statistics = collect(trained.model, trained.found, batches, advance=partial(self.progress.advance, task))
-        self.record.content["routing_mass"] = [
-            statistics.routing_mass(index).cpu().numpy().round(5).tolist() for index in range(len(trained.found))
-        ]
+        mass = [statistics.routing_mass(index).cpu().numpy() for index in range(len(trained.found))]
+        seen = {name: live_mass(trained, text) for name, text in trained.texts.items()}
+        texts = {name: np.split(m[::2], np.cumsum([len(own) for own in mass])[:-1]) for name, m in seen.items()}
+        self.record.content["routing_mass"] = {
+            name: [own.round(5).tolist() for own in layers] for name, layers in {"calibration": mass, **texts}.items()
+        }
         return statistics
 
     def judge(self, method: str, statistics: Statistics) -> tuple[Judge, dict]:
         task = self.progress.add_task(f"{self.trained.name}: quantize, {method}", total=None)
-        began = time.monotonic()
-        blocks = quantized(self.trained, method, statistics)
-        self.record.content["seconds"][method] = round(time.monotonic() - began, 2)
+        blocks = kept(self.trained, method, statistics, self.keep)
         self.progress.remove_task(task)
         return Judge(self.trained.model, self.trained.found, self.trained.layout, blocks.__getitem__), blocks
 
@@ -104,7 +104,7 @@ def run(folder: Path, arguments: argparse.Namespace, progress: Progress) -> None
     record.content["machine"] = machine(arguments.device)
     record.content["command"] = "python -m bench.quality " + " ".join(sys.argv[1:])
     trained = load(folder, arguments)
-    running = Run(trained, record, rows_per_forward(arguments), progress)
+    running = Run(trained, record, rows_per_forward(arguments), arguments.keep, progress)
     statistics = running.collect(min(8, running.rows))
     for method in arguments.methods:
         wants_damage = arguments.plans and method in arguments.damage and method not in record.content["damage"]

@@ -71,12 +71,12 @@ def _predict(
     with substituted(trained.found, layout, blocks.__getitem__) as weights:
         gains = measure_gains(trained.model, reference, layout, forms["quadratic"], weights)
     forms[GAINS] = with_gains(forms["quadratic"], layout, gains)
-    live = np.mean([_live_mass(trained, windows) for windows in texts.values()], axis=0)
+    live = np.mean([live_mass(trained, windows) for windows in texts.values()], axis=0)
     predictions = {name: table.s_bar * table.m_cal[:, None] for name, table in forms.items()}
     return predictions | {LIVE: forms[GAINS].s_bar * live[:, None]}
 
 
-def _live_mass(trained: Trained, windows: Windows) -> np.ndarray:
+def live_mass(trained: Trained, windows: Windows) -> np.ndarray:
     """(R,) routing mass of each row's expert on some windows, Eq. (1)."""
     layout = trained.layout
     mass = observe_sequences(trained.model, trained.found, windows, layout).mass.sum(1)

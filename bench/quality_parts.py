@@ -16,18 +16,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pagedweight.bitplane import plane_words
 from pagedweight.calibration.statistics import Statistics
 from pagedweight.calibration.text import Windows, read_documents, token_windows
+from pagedweight.calibration.tuning import tune_tables
+from pagedweight.checkpoint import FOLDER, METADATA, Checkpoint, CheckpointWriter
 from pagedweight.discovery import ExpertsModule, find_experts
 from pagedweight.layout import BlockId, Layout, PackedBlock, Projection
 from pagedweight.quant.levels import Settings, quantize_experts
 
 WIDTHS = (2, 3, 4, 5, 6)
 IMPORTANCE_1 = "fast, importance 1"
-# Level, and whether calibration's statistics are used.
+# Level, whether calibration's statistics are used, and whether tables then follow the whole model's divergence.
 METHODS = {
-    IMPORTANCE_1: ("fast", False),
-    "fast": ("fast", True),
-    "balanced": ("balanced", True),
-    "best": ("best", True),
+    IMPORTANCE_1: ("fast", False, False),
+    "fast": ("fast", True, False),
+    "balanced": ("balanced", True, False),
+    "best, tables not tuned": ("best", True, False),
+    "best": ("best", True, True),
 }
 CHARACTERS_PER_TOKEN = 8  # a token is seldom longer, and tokenizers take seconds for whole files
 
@@ -60,9 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="held-out text or .jsonl file, under the name that tables show; give it again for more",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--keep", type=Path, help="folder where linear-blocks are kept for another run or bench")
     parser.add_argument("--windows", type=int, default=64, help="held-out windows per text")
     parser.add_argument("--length", type=int, default=512, help="tokens per window")
-    parser.add_argument("--calibration-windows", type=int, default=128)
+    parser.add_argument("--calibration-windows", type=int, default=256)
     parser.add_argument("--rows", type=int, help="windows per forward; by default 8 on the CPU, 64 on a GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
@@ -119,7 +123,7 @@ def quantized(
     trained: Trained, method: str, statistics: Statistics, codebooks: Mapping[int, str] | None = None
 ) -> dict[BlockId, PackedBlock]:
     """Every linear-block as a method makes it, on the model's device. codebooks: the layout's by default."""
-    level, calibrated = METHODS[method]
+    level, calibrated, tuned = METHODS[method]
     codebooks = codebooks or trained.layout.codebooks
     settings = Settings(level, tuple(codebooks), codebooks)
     blocks = {}
@@ -129,7 +133,33 @@ def quantized(
             stakes = statistics.importance(index)[projection] if calibrated else None
             for expert, packed in enumerate(quantize_experts(weight, settings, stakes)):
                 blocks[BlockId(experts.shape.layer, expert, projection)] = packed
-    return blocks
+    return _tuned(trained, blocks) if tuned else blocks
+
+
+def _tuned(trained: Trained, blocks: Mapping[BlockId, PackedBlock]) -> dict[BlockId, PackedBlock]:
+    tables = tune_tables(trained.model, trained.found, trained.layout, blocks.__getitem__, trained.calibration)
+    moved = {block: {b: own[block].to(trained.device) for b, own in tables.items()} for block in blocks}
+    return {block: packed._replace(tables=packed.tables | moved[block]) for block, packed in blocks.items()}
+
+
+def kept(trained: Trained, method: str, statistics: Statistics, keep: Path | None) -> dict[BlockId, PackedBlock]:
+    """`quantized`, or what an earlier run kept of it in the folder `keep`."""
+    if keep is None:
+        return quantized(trained, method, statistics)
+    folder = keep / f"{trained.name}-{method.replace(', ', '-').replace(' ', '-')}"
+    if not (folder / FOLDER / METADATA).exists():
+        made = quantized(trained, method, statistics)
+        writer = CheckpointWriter(folder, trained.layout)
+        for block in trained.layout.blocks():
+            writer.add(block, _moved(made[block], "cpu"))
+        writer.finish()
+    checkpoint = Checkpoint.open(folder)
+    return {block: _moved(checkpoint.block(block), trained.device) for block in trained.layout.blocks()}
+
+
+def _moved(packed: PackedBlock, device: torch.device | str) -> PackedBlock:
+    tables = {bits: table.to(device) for bits, table in packed.tables.items()}
+    return PackedBlock(packed.planes.to(device), tables, packed.columns)
 
 
 def code_bytes(layout: Layout, bits: np.ndarray) -> int:

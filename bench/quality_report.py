@@ -26,8 +26,6 @@ def _model(content: Mapping[str, Any]) -> str:
     lines += _uniform_lines(content["cells"], settings["texts"])
     sizes = ", ".join(f"{bits}: {codes:,} / {true:,}" for bits, (codes, true) in content["bytes"].items())
     lines += ["", f"Bytes of the experts by width, codes alone / with 16-bit tables: {sizes}"]
-    seconds = ", ".join(f"{method} {value:.1f}" for method, value in content["seconds"].items())
-    lines += ["", f"Seconds to quantize, after calibration: {seconds}"]
     if content["damage"]:
         lines += _damage_lines(content["damage"])
     return "\n".join(lines) + "\n"
