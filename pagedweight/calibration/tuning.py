@@ -7,7 +7,7 @@ could make good, only the whole model shows: its next-token distribution is comp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from pagedweight.discovery import ExpertsModule
 from pagedweight.layout import BlockId, Layout, PackedBlock, Projection
 
 FP16_MAX = torch.finfo(torch.float16).max
+GROUP_WEIGHTS = 1 << 26  # looked up at once, in fp32
 TUNED_WIDTHS = (2, 3, 4)  # above them the divergence is too small to be worth the steps
 
 
@@ -39,18 +40,18 @@ class TuningOptions(NamedTuple):
 
 
 class _Lookup(torch.autograd.Function):
-    """values (N, C) at codes (N, K); the gradient of an entry is summed in the same order every time."""
+    """values (..., C) at codes (..., K); the gradient of an entry is summed in the same order every time."""
 
     @staticmethod
     def forward(ctx: object, values: Tensor, codes: Tensor) -> Tensor:
         ctx.save_for_backward(codes)
-        ctx.entries = values.shape[1]
-        return values.gather(1, codes.long())
+        ctx.entries = values.shape[-1]
+        return values.gather(-1, codes.long())
 
     @staticmethod
     def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
         (codes,) = ctx.saved_tensors
-        return torch.stack([(gradient * (codes == c)).sum(1) for c in range(ctx.entries)], dim=1), None
+        return torch.stack([(gradient * (codes == c)).sum(-1) for c in range(ctx.entries)], dim=-1), None
 
 
 class _Tables:
@@ -72,31 +73,42 @@ class _Tables:
             self._unit.append(start.abs().mean(-1, keepdim=True))
             self.steps.append(torch.zeros_like(start, requires_grad=True))
 
-    def values(self, projection: Projection, expert: int) -> Tensor:
-        moved = self._unit[projection][expert] * self.steps[projection][expert]
-        return self._start[projection][expert] + moved
+    def groups(self) -> Iterator[slice]:
+        """Slices of the experts whose weights may be there at once."""
+        experts = len(self.codes[0])
+        size = max(1, GROUP_WEIGHTS // sum(codes[0].numel() for codes in self.codes))
+        for first in range(0, experts, size):
+            yield slice(first, min(first + size, experts))
 
-    def weight(self, projection: Projection, expert: int) -> Tensor:
-        """(N, K) fp32."""
-        return _Lookup.apply(self.values(projection, expert), self.codes[projection][expert])
+    def values(self, projection: Projection, experts: slice) -> Tensor:
+        moved = self._unit[projection][experts] * self.steps[projection][experts]
+        return self._start[projection][experts] + moved
+
+    def weights(self, projection: Projection, experts: slice) -> Tensor:
+        """(experts, N, K) fp32."""
+        return _Lookup.apply(self.values(projection, experts), self.codes[projection][experts])
 
     @torch.no_grad()
     def tuned(self, block: BlockId) -> Tensor:
         """The table as a checkpoint holds it, (N, 2^b) fp16 on the CPU."""
-        return self.values(block.projection, block.expert).clamp(-FP16_MAX, FP16_MAX).half().cpu()
+        values = self.values(block.projection, slice(block.expert, block.expert + 1))[0]
+        return values.clamp(-FP16_MAX, FP16_MAX).half().cpu()
 
 
 def _experts_forward(module: nn.Module, tables: _Tables) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """The module's forward on looked-up weights, which are made again in the backward pass instead of kept."""
 
     def run(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        routed = list(routed_pairs(index, module.num_experts))
         tokens, slots, outputs = [], [], []
-        for expert, token, slot in routed_pairs(index, module.num_experts):
-            gated = hidden[token].float() @ tables.weight(Projection.GATE_UP, expert).T
-            output = module._apply_gate(gated) @ tables.weight(Projection.DOWN, expert).T
-            tokens.append(token)
-            slots.append(slot)
-            outputs.append(output * weights[token, slot, None].float())
+        for group in tables.groups():
+            gate_up, down = (tables.weights(projection, group) for projection in Projection)
+            for expert, token, slot in (pair for pair in routed if group.start <= pair[0] < group.stop):
+                gated = hidden[token].float() @ gate_up[expert - group.start].T
+                output = module._apply_gate(gated) @ down[expert - group.start].T
+                tokens.append(token)
+                slots.append(slot)
+                outputs.append(output * weights[token, slot, None].float())
         pairs = hidden.new_zeros(*index.shape, hidden.shape[1], dtype=torch.float32)
         pairs = pairs.index_put((torch.cat(tokens), torch.cat(slots)), torch.cat(outputs))
         return pairs.sum(1).to(hidden.dtype)
