@@ -1,4 +1,4 @@
-"""Patched models on one GPU, end to end: equal to dense ones, generating under pressure, and at a true shape.
+"""Patched models on one GPU, end to end: equal to dense ones, and generating under pressure.
 
     python -m bench.e2e.gpu_generate --out bench/results/h200-generate.json
 
@@ -6,8 +6,7 @@
    logits and greedy tokens in fp32, divergence in fp16 and bf16.
 2. The same model generating under a budget that its KV cache eats into, against a replay of the same widths; the
    driver's view of the process's memory while pages move; the widths after the cache is gone.
-3. Random weights at the true shape of Qwen1.5-MoE-A2.7B, few layers: seconds to patch, tokens/s at a uniform width and
-   while the cache takes frames, the longest step. Exit code 1 when a check fails.
+Exit code 1 when a check fails. True shapes and tokens/s: bench/e2e/gpu_pressure.py.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 import transformers
 import triton
 from torch.nn import functional
-from transformers import DynamicCache, PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import DynamicCache, PreTrainedModel
 
 import pagedweight
 from pagedweight import RuntimeConfig
@@ -142,84 +141,16 @@ def under_pressure(device: str, new_tokens: int) -> dict:
     return row
 
 
-def true_shape(device: str, layers: int, tokens: int, batch: int) -> list[dict]:
-    """Part 3."""
-    config = Qwen2MoeConfig(
-        vocab_size=32000,
-        hidden_size=2048,
-        moe_intermediate_size=1408,
-        shared_expert_intermediate_size=5632,
-        num_hidden_layers=layers,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        num_experts=60,
-        norm_topk_prob=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    with torch.device(device):
-        model = Qwen2MoeForCausalLM(config).to(torch.bfloat16).eval()
-    kv_bytes = layers * batch * (tokens + 64) * 2 * 2048 * 2
-    # 6.7: bits per weight of the parent width with its tables. The cache must find the rest of its room in the weights.
-    budget = int(layers * 60 * 3 * 2048 * 1408 * 6.7 / 8 + kv_bytes * 0.35)
-    started = time.perf_counter()
-    model = pagedweight.patch(model, config=RuntimeConfig(budget_bytes=budget))
-    rows = [{"part": "patch", "layers": layers, "seconds": time.perf_counter() - started, "ok": True}]
-    runtime = model.pagedweight
-    with runtime.held_at(4):
-        timed_generation(model, 8, batch)
-        rows.append({"part": "held at 4 bits", **timed_generation(model, tokens, batch)})
-    for _ in range(400):
-        runtime.boundary()
-        time.sleep(2e-3)
-    rows.append({"part": "under pressure", **timed_generation(model, tokens, batch)})
-    return rows
-
-
-def timed_generation(model: PreTrainedModel, tokens: int, batch: int) -> dict:
-    """Greedy tokens from a random prompt, every forward timed by the wall clock after the device has caught up."""
-    device, runtime, times = model.device, model.pagedweight, []
-
-    def before(*_: object) -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter())
-
-    hook = model.register_forward_pre_hook(before)
-    prompt = torch.randint(2, 32000, (batch, 32), device=device)
-    start, cache = runtime.snapshot(), runtime.new_cache()
-    greedy = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
-    model.generate(prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, **greedy)
-    end = runtime.snapshot()
-    cache.release()
-    hook.remove()
-    steps = np.diff(times[1:])
-    return {
-        "batch": batch,
-        "tokens_per_second": batch / float(np.median(steps)),
-        "median_step_ms": 1e3 * float(np.median(steps)),
-        "longest_step_ms": 1e3 * float(steps.max()),
-        "bits": [start.mean_bits, end.mean_bits],
-        "weight_bytes": [start.weight_bytes, end.weight_bytes],
-        "kv_bytes": end.kv_bytes,
-        "ok": end.kv_bytes + end.weight_bytes <= runtime.config.budget_bytes,
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=420)
-    parser.add_argument("--layers", type=int, default=4)
     options = parser.parse_args()
     rows = equal_to_dense(options.device)
     print(*map(json.dumps, rows), sep="\n", flush=True)
     rows.append(under_pressure(options.device, options.tokens))
     print(json.dumps(rows[-1]), flush=True)
-    if options.layers:
-        rows += true_shape(options.device, options.layers, 512, 4)
-        print(*map(json.dumps, rows[-3:]), sep="\n", flush=True)
     facts = {
         "gpu": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor(),
         "torch": torch.__version__,
