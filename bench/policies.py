@@ -19,7 +19,7 @@ import numpy as np
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
 
 from bench.policies_parts import Contest, Seen, see
-from bench.policies_plans import CONTENDERS, Contender, mean_bits, plan_table
+from bench.policies_plans import BUDGET_BITS, CONTENDERS, Contender, mean_bits, plan_table
 from bench.policies_report import report
 from bench.quality_judge import Judge
 from bench.quality_parts import (
@@ -83,7 +83,7 @@ def run(folder: Path, arguments: argparse.Namespace, progress: Progress) -> None
         texts: dict[str, Seen] = {text: see(trained, text, signals, rows) for text in trained.texts}
         for counted in arguments.bytes:
             contest = Contest(judge, made.policy, plan_table(trained.layout, counted), texts)
-            cells = [(c, budget) for c in contenders for budget in c.budgets]
+            cells = [(c, budget) for c in contenders for budget in c.budgets or arguments.budgets]
             task = progress.add_task(f"{folder.name}: {signals}, {counted} bytes", total=len(cells))
             measured: dict[str, dict[str, object]] = {}
             for contender, budget in cells:
@@ -95,6 +95,7 @@ def run(folder: Path, arguments: argparse.Namespace, progress: Progress) -> None
                     "method": arguments.method,
                     "bytes": counted,
                     "signals": signals,
+                    "budgets": arguments.budgets,
                 },
                 "machine": machine(arguments.device),
                 "command": "python -m bench.policies " + " ".join(sys.argv[1:]),
@@ -118,6 +119,7 @@ def main() -> None:
     parser.add_argument(
         "--signals", nargs="*", default=list(SIGNALS), choices=SIGNALS, help="what live policies plan from"
     )
+    parser.add_argument("--budgets", nargs="*", type=float, default=list(BUDGET_BITS), help="in mean code bits")
     parser.add_argument("--only", nargs="*", metavar="POLICY", help="measure these policies alone")
     arguments = parser.parse_args()
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), TimeRemainingColumn()) as progress:

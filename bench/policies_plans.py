@@ -32,12 +32,12 @@ Choose = Callable[[TableSnapshot, Observation, Policy, int], np.ndarray]
 
 
 class Contender(NamedTuple):
-    """live: plans for each window from its own routing and features. budgets: in mean bits."""
+    """live: plans for each window from its own routing and features. budgets: its own, in mean bits."""
 
     name: str
     choose: Choose
     live: bool
-    budgets: tuple[float, ...] = BUDGET_BITS
+    budgets: tuple[float, ...] = ()
 
 
 def planner_with(change: Callable[[Policy], Policy]) -> Choose:
