@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from pagedweight.kernels.device_order import choose_frame_bytes, plane_geometry
 from pagedweight.layout import Layout, MoeLayer
 from pagedweight.runtime.pages import HostPages, PageSizes
 
@@ -153,3 +154,25 @@ def test_pages_beyond_the_page_locked_budget_are_pageable_with_one_warning():
     assert host.table(0, 2).is_pinned()
     assert host.pinned_bytes <= 2**20
     host.close()
+
+
+@pytest.mark.parametrize(
+    ("shape", "frame_bytes", "most_waste"),
+    [
+        (MoeLayer(0, 60, 2048, 1408), 45056, 0.024),  # Qwen1.5-MoE
+        (MoeLayer(0, 8, 4096, 14336), 57344, 0.002),  # Mixtral-8x7B
+        (MoeLayer(0, 128, 2816, 704), 61952, 0.064),  # Gemma-4-26B-A4B: its tables fill frames badly
+        (MoeLayer(0, 128, 2816, 704), 22528, 0.008),  # the same with RuntimeConfig(frame_bytes=22528)
+    ],
+)
+def test_true_shapes_hold_little_more_than_their_bytes(shape, frame_bytes, most_waste):
+    widths = (2, 3, 4, 5, 6)
+    layout = Layout((shape,), widths, dict.fromkeys(widths, "lut16"))
+    frames = [plane_geometry(n, k, frame_bytes).frames for n, k in layout.row_shapes()]
+    held = PageSizes.of(layout, np.array(frames), frame_bytes).resident_bytes().sum(axis=0)
+    for at, bits in enumerate(widths):
+        tables = (bits, 2) if bits > 2 else (2,)
+        payload = sum(bits * n * k // 8 + 2 * n * sum(2**b for b in tables) for n, k in layout.row_shapes())
+        assert payload <= held[at] <= (1 + most_waste) * payload
+    if frame_bytes != 22528:
+        assert choose_frame_bytes(layout.row_shapes()) == frame_bytes
