@@ -18,9 +18,10 @@ from matplotlib.figure import Figure
 
 from bench.policies_plans import FULL, UNIFORM
 from bench.policies_report import window_kl
-from bench.quality_parts import bootstrap
+from bench.quality_parts import bootstrap, bootstrap_ratio
 
 INK = "#333333"
+RATIOS = (0.95, 1.3)  # of the closer policies; the others leave the panel at the top
 # Colours stay apart in greyscale and for colour-blind eyes.
 SHOWN = {
     FULL: ("#1b6ca8", "o", "-"),
@@ -34,12 +35,14 @@ SHOWN = {
 
 
 def draw(records: list[dict[str, Any]]) -> Figure:
-    figure = Figure(figsize=(4.6 * len(records), 4.4), dpi=120, layout="constrained")
-    axes = figure.subplots(1, len(records), squeeze=False)[0]
-    for axis, record in zip(axes, records, strict=True):
-        _frontier(axis, record)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    """One column a model: KL above, and below how many times the full planner's KL each of the closer policies has."""
+    figure = Figure(figsize=(4.6 * len(records), 6.4), dpi=120, layout="constrained")
+    axes = figure.subplots(2, len(records), squeeze=False, sharex=True, height_ratios=(1.3, 1))
+    for record, (above, below) in zip(records, axes.T, strict=True):
+        _frontier(above, record)
+        _ratios(below, record)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
@@ -53,8 +56,24 @@ def _frontier(axis: Axes, record: dict[str, Any]) -> None:
             axis.fill_between(budgets, low, high, color=colour, alpha=0.15, linewidth=0)
     axis.set_yscale("log")
     axis.set_title(record["settings"]["model"], loc="left", color=INK)
+    axis.set_ylabel("KL to bf16, nats per token")
+    axis.grid(axis="y", color="#dddddd")
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _ratios(axis: Axes, record: dict[str, Any]) -> None:
+    cells, budgets = record["cells"], record["settings"]["budgets"]
+    for name, (colour, marker, line) in SHOWN.items():
+        if name in cells:
+            pairs = [(window_kl(cells, name, bits), window_kl(cells, FULL, bits)) for bits in budgets]
+            low, high = np.array([bootstrap_ratio(*pair) for pair in pairs]).T
+            axis.plot(
+                budgets, [own.mean() / full.mean() for own, full in pairs], line, color=colour, marker=marker, ms=4
+            )
+            axis.fill_between(budgets, low, high, color=colour, alpha=0.15, linewidth=0)
+    axis.set_ylim(*RATIOS)
     axis.set_xlabel("mean code bits")
-    axis.set_ylabel("KL to the unquantized model, nats per token")
+    axis.set_ylabel("KL, times the full planner's")
     axis.grid(axis="y", color="#dddddd")
     axis.spines[["top", "right"]].set_visible(False)
 

@@ -40,6 +40,7 @@ def _map(axis: Axes, mass: np.ndarray, name: str, figure: Figure) -> None:
     image = axis.imshow(times, aspect="auto", cmap="Blues", vmin=0, vmax=LARGEST_MULTIPLE)
     axis.set_title(f"{name}: {times.min():.2f} to {times.max():.2f} equal shares", loc="left", fontsize=9, color=INK)
     axis.set_ylabel("layer")
+    axis.set_yticks(np.arange(len(mass)))
     axis.set_xlabel("expert of each layer, most used first")
     figure.colorbar(image, ax=axis, label="routing mass, equal shares")
 
