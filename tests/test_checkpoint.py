@@ -194,6 +194,37 @@ def test_a_killed_run_over_another_layout_or_with_a_damaged_shard_starts_again(t
     assert CheckpointWriter(tmp_path, narrower, resume=True).next_row == 0
 
 
+def test_a_run_by_another_recipe_starts_again_and_the_same_one_has_its_damage_back(tmp_path: Path) -> None:
+    def writer(recipe: dict[str, str]) -> CheckpointWriter:
+        return CheckpointWriter(tmp_path, LAYOUT, shard_bytes=SHARD_BYTES, resume=True, recipe=recipe)
+
+    first = writer({"level": "best"})
+    for row, block in enumerate(list(LAYOUT.blocks())[:-1]):
+        first.add(block, BLOCKS[block], [row + bits / 10 for bits in LAYOUT.widths])
+    first.close()
+    again = writer({"level": "best"})
+    assert again.next_row >= 2
+    assert again.s_bar == [[row + bits / 10 for bits in LAYOUT.widths] for row in range(again.next_row)]
+    for block in list(LAYOUT.blocks())[again.next_row :]:
+        again.add(block, BLOCKS[block])
+    again.finish()
+    assert Checkpoint.open(tmp_path).recipe == {"level": "best"}
+    assert "s_bar" not in json.loads((tmp_path / "pagedweight" / "metadata.json").read_text())
+    assert writer({"level": "fast"}).next_row == 0
+
+
+def test_nothing_but_a_shard_that_is_written_is_in_memory(tmp_path: Path) -> None:
+    """Linear-blocks go to disk as they come, into a file that has no name of a shard yet."""
+    writer = CheckpointWriter(tmp_path, LAYOUT)
+    unfinished = tmp_path / "pagedweight" / "pages-00001.safetensors.tmp"
+    for block in list(LAYOUT.blocks())[:-1]:
+        writer.add(block, BLOCKS[block])
+    assert not shard(tmp_path, 1).exists()
+    writer.close()
+    planes = sum(packed.planes.nbytes for packed in list(BLOCKS.values())[:-1])
+    assert unfinished.stat().st_size > planes
+
+
 def test_blocks_are_taken_in_row_order_and_only_if_they_fit(tmp_path: Path) -> None:
     first, second = list(LAYOUT.blocks())[:2]
     writer = CheckpointWriter(tmp_path, LAYOUT)

@@ -136,3 +136,13 @@ def test_another_models_checkpoint_is_refused() -> None:
     model, other = mixtral_m8(), mixtral_m8(num_local_experts=4)
     with pytest.raises(ValueError, match="has other experts than the checkpoint"):
         calibrate_model(other, layout_of(model), blocks_of(model).__getitem__, windows(), OPTIONS)
+
+
+def test_case_31_a_rank_that_holds_part_of_the_experts_is_refused() -> None:
+    """Never a file with half of the experts: each rank would measure its own only."""
+    model = mixtral_m8()
+    layout, blocks = layout_of(model), blocks_of(model)
+    for experts in find_experts(model):
+        experts.module._is_expert_parallel = True
+    with pytest.raises(ValueError, match="split over expert-parallel ranks; load the model without"):
+        calibrate_model(model, layout, blocks.__getitem__, windows(), OPTIONS)

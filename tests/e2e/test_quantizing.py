@@ -27,7 +27,9 @@ from pagedweight.calibration.tuning import TuningOptions
 from pagedweight.checkpoint import Checkpoint, CheckpointError, CheckpointWriter
 from pagedweight.policy import Policy
 from pagedweight.saving_folder import DenseFolder
+from pagedweight.saving_source import FolderSource, ModelSource
 from tests.calibration.support import batch, statistics_of
+from tests.hf_families import family_model
 from tests.hf_models import FAMILIES, mixtral_m8, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*experts saw too few:UserWarning")
@@ -74,6 +76,44 @@ def test_a_folder_gives_the_pages_of_the_loaded_model(family: str, tmp_path: Pat
     with torch.no_grad():
         streamed, loaded = (pagedweight.load(tmp_path / name)(ids).logits for name in ("streamed", "loaded"))
     assert torch.equal(streamed, loaded)
+
+
+# Families whose files differ from the model's tensors in ways of their own: names, joined or transposed or interleaved
+# rows, biases, no gate, matrices of all experts in one.
+@pytest.mark.parametrize(
+    "family",
+    (
+        *("dbrx", "ernie4_5_moe", "gpt_oss", "granitemoe", "jamba", "lfm2_moe", "llama4_text", "minimax_m2"),
+        *("nemotron_h", "phimoe", "qwen3_5_moe_text"),
+    ),
+)
+def test_a_family_is_read_from_its_files_as_transformers_loads_it(family: str, tmp_path: Path) -> None:
+    model = family_model(family)
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    streamed, loaded = FolderSource(tmp_path, torch.device("cpu")), ModelSource(model)
+    assert [experts.path for experts in streamed.found] == [experts.path for experts in loaded.found]
+    assert [experts.shape for experts in streamed.found] == [experts.shape for experts in loaded.found]
+    for index, experts in enumerate(streamed.found):
+        assert all(map(torch.equal, streamed.weights(index), loaded.weights(index)))
+        assert experts.has_weights
+        streamed.release(index)
+        assert not experts.has_weights
+    (tmp_path / "out").mkdir()
+    streamed.write_rest(tmp_path / "out")
+    kept = DenseFolder(tmp_path / "out").tensors.keys()
+    biases = {f"{experts.path}.{name}" for experts in loaded.found for name in experts.biases()}
+    assert biases <= kept
+    assert len(kept - biases) < len(DenseFolder(tmp_path).tensors)
+
+
+def test_experts_kept_in_an_unknown_way_are_loaded_whole_with_a_warning(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagedweight.saving_names.JOINED", ["SomethingNew"])
+    with pytest.warns(UserWarning, match="is loaded whole: .*gate_up_proj is made of .* which is not known here"):
+        out = pagedweight.quantize(dense, tmp_path / "out", device="cpu")
+    monkeypatch.undo()
+    assert pages(out) == pages(pagedweight.quantize(dense, tmp_path / "streamed", device="cpu"))
 
 
 def test_case_36_what_is_no_expert_weight_is_copied_byte_for_byte(dense: Path, tmp_path: Path) -> None:
