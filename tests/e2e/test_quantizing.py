@@ -82,10 +82,10 @@ def test_a_folder_gives_the_pages_of_the_loaded_model(family: str, tmp_path: Pat
 # rows, biases, no gate, matrices of all experts in one.
 @pytest.mark.parametrize(
     "family",
-    (
+    [
         *("dbrx", "ernie4_5_moe", "gpt_oss", "granitemoe", "jamba", "lfm2_moe", "llama4_text", "minimax_m2"),
         *("nemotron_h", "phimoe", "qwen3_5_moe_text"),
-    ),
+    ],
 )
 def test_a_family_is_read_from_its_files_as_transformers_loads_it(family: str, tmp_path: Path) -> None:
     model = family_model(family)
