@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagedweight.calibration.collect import collect
+from pagedweight.calibration.collect import collect, refuse_other_forms
 from pagedweight.calibration.sensitivity import warn_of_cold_experts
 from pagedweight.calibration.statistics import Statistics
 from pagedweight.calibration.stored import save_statistics, statistics_digest
@@ -81,6 +81,7 @@ def quantize(
     settings = Settings(level, layout.widths, layout.codebooks, seed)
     model = None
     if text is not None:
+        refuse_other_forms(source.found)
         model = model_or_path if folder is None else load_dense(folder).to(device)
         calibration = _statistics(model, text, seed, progress)
         if keep_statistics is not None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from pagedweight.calibration.capture import Batch, observe_forward, observe_gradients, replaced_forward
 from pagedweight.calibration.statistics import MOMENT_COLUMNS, Statistics
 from pagedweight.discovery import ExpertsModule
+from pagedweight.discovery_storage import FusedStorage
 
 LABELS = ("sampled", "text")
 PROBE_SHARE = 0.05  # noise per RMS of a layer's output: large beside fp32 rounding, small enough to be second order
@@ -46,6 +47,7 @@ def collect(
             f"{unusual} keeps its experts with biases, without a gate or in a form of its own, which calibration does "
             "not follow yet; quantize at level 'fast'"
         )
+    refuse_other_forms(found)
     experts = [experts.module for experts in found]
     statistics = Statistics.zeros([experts.shape for experts in found], experts, moment_columns=moment_columns)
     generator, first = None, None
@@ -66,6 +68,17 @@ def collect(
     if method == "forward":
         _weigh_layers(model, experts, first, statistics, seed)
     return statistics
+
+
+def refuse_other_forms(found: Sequence[ExpertsModule]) -> None:
+    """ValueError for experts that are not recomputed here as they compute themselves."""
+    for experts in found:
+        plain = experts.storage == FusedStorage() and experts.block is None and experts.shape.gated
+        if not plain or experts.biases():
+            raise ValueError(
+                f"{experts.path} is a {type(experts.module).__name__}, and calibration knows only experts with a gate, "
+                "without biases, and with matrices of outputs x inputs; quantize this model at level fast without text"
+            )
 
 
 def text_loss(logits: Tensor, batch: Batch) -> Tensor:

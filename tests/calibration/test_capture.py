@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from pagedweight.calibration.capture import Visit, observe_forward, observe_gradients
-from pagedweight.calibration.collect import text_loss
+from pagedweight.calibration.collect import refuse_other_forms, text_loss
+from pagedweight.discovery import find_experts
 from tests.calibration.support import batch, modules_of
+from tests.hf_families import family_model
 from tests.hf_models import FAMILIES, mixtral_m8
 
 
@@ -129,3 +131,11 @@ def test_sequences_are_told_apart() -> None:
     observe_forward(model, modules_of(model), batch(3, 4, padding=1), visits.append)
     pairs = torch.cat([v.sequence for v in visits if v.layer_index == 0])
     assert torch.bincount(pairs).tolist() == [2 * 3, 2 * 4, 2 * 4]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "nemotron_h", "dbrx", "llama4_text"])
+def test_experts_of_another_form_are_refused_and_not_misread(family: str) -> None:
+    """Biases and interleaved rows, no gate, matrices kept apart, a block that does not hand over ids and weights."""
+    with pytest.raises(ValueError, match="quantize this model at level fast without text"):
+        refuse_other_forms(find_experts(family_model(family)))
+    refuse_other_forms(find_experts(mixtral_m8()))
