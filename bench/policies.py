@@ -57,7 +57,9 @@ def prepare(
             tasks[step] = progress.add_task(f"{trained.name}: {step}", total=total)
         progress.update(tasks[step], completed=done)
 
-    made = calibrate_model(trained.model, trained.layout, blocks.__getitem__, trained.calibration, Options(), note)
+    made = calibrate_model(
+        trained.model, trained.layout, blocks.__getitem__, trained.calibration, Options(), note, statistics
+    )
     return blocks, made
 
 
