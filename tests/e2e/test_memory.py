@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,12 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 import pagedweight
 from pagedweight import RuntimeConfig
 from pagedweight.checkpoint import Checkpoint
+from pagedweight.runtime.frames import OutOfFrames
 from tests.e2e.test_pressure import tight
 from tests.hf_models import mixtral_m8, quantized_folder, tokens
 
@@ -79,6 +81,29 @@ def test_a_forward_that_fails_half_way_leaves_states_true_and_the_next_ones_righ
     assert model.pagedweight.snapshot().kv_bytes == 0
     assert torch.equal(generate(model), expected)
     model.pagedweight.check()
+
+
+@torch.no_grad()
+def grow_in_turns(model: PreTrainedModel, *caches: Cache) -> None:
+    for cache in itertools.cycle(caches):
+        model(PROMPT[:, :4], past_key_values=cache)
+
+
+def test_a_cache_is_unharmed_when_its_frames_make_way_for_a_table() -> None:
+    """Two caches grow in turns and one ends: what is free lies between the other's frames; tables need neighbours."""
+    model = tight("M8", offload_free_blocks=0, reload_free_blocks=1, min_dwell_steps=0)
+    runtime = model.pagedweight
+    staying, leaving = runtime.new_cache(), runtime.new_cache()
+    with runtime.held_at(2), pytest.raises(OutOfFrames):
+        grow_in_turns(model, staying, leaving)
+    before = [slab.read() for layer in staying.layers for slab in layer._slabs]
+    leaving.release()
+    for _ in range(40):
+        runtime.boundary()
+    after = [slab.read() for layer in staying.layers for slab in layer._slabs]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    assert runtime.snapshot().moves.relocated_bytes > 0
+    runtime.check()
 
 
 KILLED = """

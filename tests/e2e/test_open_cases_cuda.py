@@ -29,7 +29,7 @@ def experts_of(model: nn.Module) -> PagedExperts:
     return next(module for module in model.modules() if isinstance(module, PagedExperts))
 
 
-def routed(experts: PagedExperts, model: PreTrainedModel, tokens: int) -> tuple[torch.Tensor, ...]:
+def routed(model: PreTrainedModel, tokens: int) -> tuple[torch.Tensor, ...]:
     """(hidden states, expert ids, weights) of so many tokens, two experts each."""
     generator = torch.Generator("cuda").manual_seed(tokens)
     hidden = torch.randn(tokens, model.config.hidden_size, generator=generator, device="cuda")
@@ -51,7 +51,7 @@ def captured(experts: PagedExperts, inputs: tuple[torch.Tensor, ...]) -> tuple[t
 def test_case_65_a_captured_graph_follows_widths_and_frames() -> None:
     model = patched()
     runtime, experts = model.pagedweight, experts_of(model)
-    inputs = routed(experts, model, 4)
+    inputs = routed(model, 4)
     graph, output = captured(experts, inputs)
     bits = runtime.snapshot().bits.copy()
     bits[:2] = 3  # expert 0
@@ -66,7 +66,7 @@ def test_case_65_a_captured_graph_follows_widths_and_frames() -> None:
 def test_case_68_no_forward_and_no_boundary_waits_for_the_device() -> None:
     model = patched()
     runtime, experts = model.pagedweight, experts_of(model)
-    inputs = routed(experts, model, 4)
+    inputs = routed(model, 4)
     experts(*inputs)
     runtime.boundary()
     torch.cuda.set_sync_debug_mode("error")
