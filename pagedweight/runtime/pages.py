@@ -153,10 +153,6 @@ class HostPages:
         kept[data.numel() :] = 0
         self._tables[row, width] = kept
 
-    def forget(self, row: int, plane: int) -> None:
-        """Let a page's copy go; the page is then written back, to the same room, before its frames are given up."""
-        self._reserved[row, plane] = self._pages.pop((row, plane))
-
     def close(self) -> None:
         """Give the memory back. No transfer may be in flight."""
         self._source = None

@@ -21,6 +21,14 @@ from pagedweight.runtime.transfer import FrameCopy, ImmediateEngine, TransferEng
 FRAME_BYTES = 128
 
 
+class ForgetfulPages(HostPages):
+    """Host pages of which some are on the device alone, as if they had been made there."""
+
+    def forget(self, row: int, plane: int) -> None:
+        """Let a page's copy go; its room is what a write-back goes to."""
+        self._reserved[row, plane] = self._pages.pop((row, plane))
+
+
 class TinyModel(NamedTuple):
     """pages (by row, uint8 (P, bytes)) and tables (by row and width) are the truth; host copies may be forgotten."""
 
@@ -36,7 +44,9 @@ class TinyModel(NamedTuple):
 
 
 def tiny_model(
-    experts: tuple[int, ...] = (3, 2), widths: tuple[int, ...] = (2, 3, 4, 6), host_pages: type[HostPages] = HostPages
+    experts: tuple[int, ...] = (3, 2),
+    widths: tuple[int, ...] = (2, 3, 4, 6),
+    host_pages: type[HostPages] = ForgetfulPages,
 ) -> TinyModel:
     """Layers of different sizes, so that rows differ in frames; the model's own layer numbers have gaps."""
     layers = tuple(MoeLayer(3 * at + 1, count, 8 + 8 * at, 4 + 8 * at) for at, count in enumerate(experts))

@@ -14,7 +14,7 @@ from pagedweight.runtime.kv import ArenaGauge, CallableGauge, KVGauge, KVState
 from pagedweight.runtime.pages import HostPages, PageSizes
 from pagedweight.runtime.table_view import Transition
 from pagedweight.runtime.transfer_cuda import CudaEngine
-from tests.runtime.support import random_policy
+from tests.runtime.support import ForgetfulPages, random_policy
 
 pytestmark = pytest.mark.gpu
 
@@ -53,7 +53,7 @@ class LateReader:
 
 def make_runtime(frames: int, gauge: KVGauge | None = None, **config: object) -> tuple[Runtime, HostPages]:
     sizes = PageSizes.of(LAYOUT, np.full(LAYOUT.rows, FRAMES_PER_PLANE), FRAME_BYTES)
-    host = HostPages(sizes, None)
+    host = ForgetfulPages(sizes, None)
     for row, (n, _) in enumerate(LAYOUT.row_shapes()):
         for plane in range(6):
             host.store(row, plane, torch.randint(0, 256, (FRAMES_PER_PLANE * FRAME_BYTES,), dtype=torch.uint8))

@@ -18,6 +18,7 @@ from pagedweight.runtime.table_view import Transition
 from tests.runtime.support import (
     FRAME_BYTES,
     CrankedEngine,
+    ForgetfulPages,
     TransferFault,
     assert_published,
     everything_at,
@@ -32,7 +33,7 @@ ROWS = 10
 FAULTS = (TransferFault, MemoryError, OutOfFrames)
 
 
-class ShortHostPages(HostPages):
+class ShortHostPages(ForgetfulPages):
     """Has no memory for a page when it is told so."""
 
     short = False
