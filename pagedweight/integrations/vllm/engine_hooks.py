@@ -9,6 +9,7 @@ from vllm.config import VllmConfig
 from vllm.v1.engine.core import EngineCore
 
 from pagedweight.integrations.vllm.options import KEY, ServingOptions
+from pagedweight.integrations.vllm.report import RPC
 from pagedweight.integrations.vllm.scheduler import scheduler_class
 
 
@@ -26,7 +27,11 @@ def install() -> None:
             _choose_scheduler(vllm_config, self.model_executor)
         return result
 
+    def report(self: EngineCore, block: Any = None) -> dict[str, Any]:
+        return self.scheduler.pagedweight_report(block)
+
     EngineCore._initialize_kv_caches = initialize
+    setattr(EngineCore, RPC, report)
 
 
 def _choose_scheduler(config: VllmConfig, executor: Any) -> None:

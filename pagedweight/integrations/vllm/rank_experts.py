@@ -116,6 +116,11 @@ class RankExperts:
         self._pager.carry_out(commands)
         self._slots.mark(tokens)
 
+    def check(self) -> None:
+        """Assert that every plane in use is what the host has; waits for the device. Fixed widths have no copies."""
+        if self._pager is not None:
+            self._pager.check()
+
     def bits(self) -> np.ndarray:
         """int64 (R,), committed widths as kernels see them, read from the device."""
         return self._weights.tables.bits.cpu().numpy()
@@ -139,7 +144,8 @@ class RankExperts:
         most_experts = max(len(share.experts) for share in self._shares)
         self._stats = RoutingStats.zeros(1, len(self._shares), most_experts, self._device)
         self._signals = RankSignals(self._stats)
-        self._weights = ResidentWeights(layout, fixed or layout.floor_width, self._frame_bytes(layout), self._device)
+        width, frame_bytes = fixed or layout.floor_width, self._frame_bytes(layout)
+        self._weights = ResidentWeights(layout, width, frame_bytes, self._device, fixed=fixed is not None)
         if fixed is None:
             pinned = self._options.host_pinned_bytes if self._device.type == "cuda" else 0
             sizes = PageSizes.of(layout, self._weights.plane_frames, self._weights.frame_bytes)

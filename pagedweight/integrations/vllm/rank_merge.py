@@ -50,15 +50,13 @@ def check_alike(reports: Sequence[RankReport]) -> None:
 def policy_of_ranks(policy: Policy, reports: Sequence[RankReport]) -> Policy:
     """The policy for rows that stand for one expert of every rank: their damages add up, and so does their mass."""
     layout = reports[0].layout
-    sensitivity, mass = 0.0, 0.0
     distinct = {report.experts: report for report in reports}.values()
-    for report in distinct:
-        rows = _rows_of_rank(policy, report)
-        sensitivity = sensitivity + policy.sensitivity[rows]
-        mass = mass + policy.m_cal[rows]
-    s_bar = sensitivity / np.maximum(mass, np.finfo(np.float64).tiny)[:, None]
+    rows = np.stack([_rows_of_rank(policy, report) for report in distinct])
+    mass = policy.m_cal[rows].sum(0)
+    s_bar = policy.sensitivity[rows].sum(0) / np.maximum(mass, np.finfo(np.float64).tiny)[:, None]
     blocks = np.array([(b.layer, b.expert, int(b.projection)) for b in layout.blocks()])
-    return policy.replaced(blocks=blocks, s_bar=s_bar, m_cal=mass)
+    center = policy.feature_center[rows].mean(0)
+    return policy.replaced(blocks=blocks, s_bar=s_bar, m_cal=mass, feature_center=center)
 
 
 def merged_signals(ranks: Sequence[Signals | None], *, by_expert_rank: bool) -> Signals | None:
@@ -67,7 +65,7 @@ def merged_signals(ranks: Sequence[Signals | None], *, by_expert_rank: bool) -> 
         return None
     if not by_expert_rank:
         return ranks[0]
-    mass, routed, features, confidence = (torch.stack(values) for values in zip(*ranks, strict=True))
+    mass, routed, features, confidence = (torch.stack([signals[n] for signals in ranks]) for n in range(4))
     # Each rank's mass is a share of its own; weigh it by the tokens behind it.
     share = routed / routed.sum(0).clamp_min(1e-30)
     return Signals((mass * share[..., None]).sum(0), routed.sum(0), features.mean(0), confidence.amax(0))

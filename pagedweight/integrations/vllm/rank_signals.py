@@ -29,7 +29,7 @@ class RankSignals:
             if self._stats.mass.device.type == "cpu":
                 self._latest = merged
             else:
-                self._coming = Signals(*map(_to_host, merged)), torch.cuda.Event()
+                self._coming = Signals(*map(_to_host, merged[:4])), torch.cuda.Event()
                 self._coming[1].record()
         return self._latest
 

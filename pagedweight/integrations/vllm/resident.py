@@ -16,22 +16,26 @@ _LOWEST_ADDRESS, _HIGHEST_ADDRESS = 1 << 16, 1 << 47
 
 
 class ResidentWeights:
-    """Planes 1..resident_width of every linear-block, its table of that width, and a slot for its widest table.
+    """Planes 1..resident_width of every linear-block and its table of that width; where widths can rise, a slot for
+    its largest table too.
 
     tables: what kernels read, at fixed addresses; starts with every row at the resident width.
+    upper_widths: supported widths above the resident one, none when widths are fixed.
     slot_address: int64 (R,), where a row's table goes while its width is above the resident one.
     bytes: device bytes held.
     """
 
-    def __init__(self, layout: Layout, resident_width: int, frame_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: Layout, resident_width: int, frame_bytes: int, device: torch.device, *, fixed: bool = False
+    ) -> None:
         self.layout = layout
+        self.upper_widths = () if fixed else tuple(width for width in layout.widths if width > resident_width)
         self.resident_width = resident_width
         self.frame_bytes = frame_bytes
         self.geometries = [plane_geometry(n, k, frame_bytes) for n, k in layout.row_shapes()]
         self.plane_frames = np.array([geometry.frames for geometry in self.geometries], dtype=np.int64)
         planes_bytes = int(self.plane_frames.sum()) * resident_width * frame_bytes
-        heights = np.array([geometry.rows for geometry in self.geometries])
-        resting, widest = self._table_bytes(heights, (resident_width,)), self._table_bytes(heights, self.upper_widths)
+        resting, widest = row_table_bytes(layout, (resident_width,)), row_table_bytes(layout, self.upper_widths)
         self._memory = _aligned_bytes(planes_bytes + int(resting.sum() + widest.sum()), device)
         base = self._memory.data_ptr()
         first = np.cumsum(self.plane_frames) - self.plane_frames
@@ -41,11 +45,6 @@ class ResidentWeights:
         self.slot_address = base + planes_bytes + int(resting.sum()) + np.cumsum(widest) - widest
         self.tables = self._start(base, device)
         self._converted: dict[tuple[int, int], tuple[PackedBlock, torch.Tensor]] = {}
-
-    @property
-    def upper_widths(self) -> tuple[int, ...]:
-        """Supported widths above the resident one."""
-        return tuple(width for width in self.layout.widths if width > self.resident_width)
 
     @property
     def bytes(self) -> int:
@@ -78,15 +77,6 @@ class ResidentWeights:
             self._converted[geometry.rows, geometry.columns] = kept
         return kept[1]
 
-    def _table_bytes(self, heights: np.ndarray, widths: tuple[int, ...]) -> np.ndarray:
-        """Bytes of each row's largest table of some widths, aligned; 0 without widths."""
-        of_height = {
-            int(height): max((table_bytes(self.layout.codebooks[b], int(height), b) for b in widths), default=0)
-            for height in np.unique(heights)
-        }
-        held = np.array([of_height[int(height)] for height in heights], dtype=np.int64)
-        return -(-held // FRAME_ALIGNMENT_BYTES) * FRAME_ALIGNMENT_BYTES
-
     def _start(self, base: int, device: torch.device) -> BlockTables:
         rows, parent = self.layout.rows, self.layout.parent_width
         address = np.zeros((rows, parent, int(self.plane_frames.max())), dtype=np.int64)
@@ -101,6 +91,17 @@ class ResidentWeights:
                 torch.from_numpy(self.resting_address.copy()).to(device),
                 self._memory if device.type == "cuda" else whole_memory(),
             )
+
+
+def row_table_bytes(layout: Layout, widths: tuple[int, ...]) -> np.ndarray:
+    """int64 (R,), bytes of each row's largest table of some widths, aligned; 0 without widths."""
+    heights = np.array([height for height, _ in layout.row_shapes()])
+    of_height = {
+        height: max((table_bytes(layout.codebooks[b], height, b) for b in widths), default=0)
+        for height in set(heights.tolist())
+    }
+    held = np.array([of_height[height] for height in heights.tolist()], dtype=np.int64)
+    return -(-held // FRAME_ALIGNMENT_BYTES) * FRAME_ALIGNMENT_BYTES
 
 
 def _aligned_bytes(count: int, device: torch.device) -> torch.Tensor:

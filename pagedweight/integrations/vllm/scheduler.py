@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,8 +14,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from pagedweight.integrations.vllm import worker_hooks
+from pagedweight.integrations.vllm.figures_board import FiguresBoard
 from pagedweight.integrations.vllm.options import ServingOptions
 from pagedweight.integrations.vllm.rank_merge import make_planner, merged_signals
+from pagedweight.integrations.vllm.report import Figures, explain, figures
 from pagedweight.integrations.vllm.tenant import Tenant
 
 
@@ -57,6 +60,10 @@ class WeightsYield:
         reports = executor.collective_rpc(worker_hooks.attach, args=(blocks,))
         planner = make_planner(reports, config.model_config.model, self._options)
         self.weights = Tenant(planner, BlockPoolTenancy(self.kv_cache_manager.block_pool), self._options)
+        self._resident_bytes = reports[0].resident_bytes
+        self._total_blocks = blocks - 1  # one is the null block
+        self._planning_seconds = 0.0
+        self._board = FiguresBoard(config.instance_id, write=True)
         self._by_expert_rank = len({report.experts for report in reports}) > 1
         self._signals: Future | None = None
         for commands in self.weights.settle_in():
@@ -65,19 +72,39 @@ class WeightsYield:
         self.kv_cache_manager.allocate_slots = self._allocate_or_yield
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        start = time.perf_counter()
         self._watch_routing()
         self.weights.begin_step(self._pending_blocks())
+        self._planning_seconds += time.perf_counter() - start
         output = super().schedule(*args, **kwargs)
         setattr(output, worker_hooks.COMMANDS, self.weights.end_step())
+        self._board.write(self._figures())
         return output
+
+    def shutdown(self) -> None:
+        self._board.remove()
+        super().shutdown()
+
+    def pagedweight_report(self, block: tuple[int, int, str] | None = None) -> dict[str, Any]:
+        """Figures and an explanation, as plain values."""
+        return {**self._figures()._asdict(), "explanation": explain(self.weights, block and tuple(block))}
+
+    def _figures(self) -> Figures:
+        return figures(self.weights, self._total_blocks, self._resident_bytes, self._planning_seconds)
 
     def _allocate_or_yield(self, *args: Any, **kwargs: Any) -> Any:
         """allocate_slots; where it fails, weights give up twice as many blocks as the time before, and it is tried
         again, until they have none."""
         found, blocks = self._allocate_slots(*args, **kwargs), 1
-        while found is None and self.weights.rescue(blocks):
+        while found is None and self._rescue(blocks):
             found, blocks = self._allocate_slots(*args, **kwargs), 2 * blocks
         return found
+
+    def _rescue(self, blocks: int) -> bool:
+        start = time.perf_counter()
+        rescued = self.weights.rescue(blocks)
+        self._planning_seconds += time.perf_counter() - start
+        return rescued
 
     def _pending_blocks(self) -> int:
         """Blocks that running requests will write into next, and that waiting ones would need to start."""

@@ -13,7 +13,7 @@ from pagedweight.integrations.vllm.commands import FrameSpots, Round, StepComman
 from pagedweight.integrations.vllm.options import ServingOptions
 from pagedweight.runtime.kv import KVState, target_bytes
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger("vllm.pagedweight")  # where vLLM's own log goes
 
 
 class Pool(Protocol):
@@ -45,12 +45,14 @@ class Tenant:
     """Offload and reload between two steps. Every command is for all ranks alike.
 
     A block that is given up serves KV in the same step: its frames' last readers were launched before.
+    shortfall_bytes: what the last plan under pressure could not release. lowest_mean_bits: the least ever.
     """
 
     def __init__(self, planner: BlockPlanner, pool: Pool, options: ServingOptions) -> None:
         self.planner = planner
         self.counts = Counts()
         self.shortfall_bytes = 0
+        self.lowest_mean_bits = float(planner.layout.parent_width)
         self._pool = pool
         self._options = options
         self._rounds: list[Round] = []
@@ -58,6 +60,24 @@ class Tenant:
         self._coming: deque[tuple[int, np.ndarray]] = deque()
         self._next_raise = 0
         self._state = ""
+
+    @property
+    def free_blocks(self) -> int:
+        return self._pool.free_blocks
+
+    def kv_state(self) -> KVState:
+        """Free blocks, without what is pending."""
+        return self._state_now(0)
+
+    def describe(self) -> str:
+        """What is going on, in words."""
+        width = self.planner.tenancy.width
+        spread = ", ".join(f"{int((width == bits).sum())} at {bits}" for bits in self.planner.layout.widths)
+        return (
+            f"expert weights are {self._state or 'at rest'}: {width.mean():.2f} bits ({spread}), {self.kv_state()}, "
+            f"offload at {self._options.offload_free_blocks} free blocks or fewer, reload above "
+            f"{self._options.reload_free_blocks}; shortfall {self.shortfall_bytes} bytes; {self.counts}"
+        )
 
     def settle_in(self) -> list[StepCommands]:
         """Before serving: load the widths that fit while the reload threshold's blocks stay free, then use them."""
@@ -122,6 +142,7 @@ class Tenant:
     def _append(self, done: Round) -> None:
         if len(done.lower.row) or done.moves.frames:
             self._rounds.append(done)
+            self.lowest_mean_bits = min(self.lowest_mean_bits, float(self.planner.tenancy.width.mean()))
             self._count(lowered=len(done.lower.row), moved_frames=len(done.moves.block))
 
     def _rise(self, kv: KVState) -> None:

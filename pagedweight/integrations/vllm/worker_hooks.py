@@ -6,7 +6,6 @@ import functools
 import logging
 from typing import Any
 
-import numpy as np
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from pagedweight.integrations.vllm.commands import StepCommands
@@ -15,7 +14,7 @@ from pagedweight.runtime.observe import Signals
 
 # Where a step's commands travel: an attribute of its SchedulerOutput.
 COMMANDS = "pagedweight_commands"
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger("vllm.pagedweight")  # where vLLM's own log goes
 
 
 def rank_of(worker: WorkerWrapperBase) -> RankExperts:
@@ -36,8 +35,10 @@ def read_signals(worker: WorkerWrapperBase, log_features: bool) -> Signals | Non
     return rank_of(worker).read_signals(log_features)
 
 
-def read_bits(worker: WorkerWrapperBase) -> np.ndarray:
-    return rank_of(worker).bits()
+def checked_bits(worker: WorkerWrapperBase) -> list[int]:
+    """Widths as this rank's kernels see them, once every plane in use has been compared with the host's copy."""
+    rank_of(worker).check()
+    return rank_of(worker).bits().tolist()
 
 
 def install() -> None:
@@ -54,6 +55,7 @@ def install() -> None:
         return original(self, scheduler_output)
 
     WorkerWrapperBase.execute_model = execute_model
+    WorkerWrapperBase.pagedweight_checked_bits = checked_bits
 
 
 def _boundary(worker: WorkerWrapperBase, commands: StepCommands, tokens: int) -> None:

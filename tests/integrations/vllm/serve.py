@@ -1,6 +1,7 @@
 """Run in a process of its own: serve tiny models one after another, as a JSON list of runs asks, and print results.
 
-A run: {"model": folder, "llm": arguments of LLM, "prompts": token ids, "tokens": how many, "probe": also a report}.
+A run: {"model": folder, "llm": arguments of LLM, "rounds": prompts of token ids and how many tokens, in turn}.
+With "fault", the last rank fails under the first round: "kill" ends its process, "raise" makes its next copy fail.
 The last line printed is RESULT and the JSON list of what each run gave.
 """
 
@@ -8,19 +9,12 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import signal
 import sys
-
-
-def facts(llm: object) -> dict[str, object]:
-    """What vLLM counts itself, and what paged experts say of themselves."""
-    found = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    counted = {"preemptions": found.get("vllm:num_preemptions")}
-    core = llm.llm_engine.engine_core
-    weights = getattr(getattr(getattr(core, "engine_core", None), "scheduler", None), "weights", None)
-    if weights is not None:
-        counted["counts"] = weights.counts._asdict()
-        counted["mean_bits"] = float(weights.planner.tenancy.width.mean())
-    return counted
+import threading
+import time
+from typing import Any
 
 
 def main() -> None:
@@ -30,12 +24,66 @@ def main() -> None:
     for run in json.loads(sys.stdin.read()):
         small = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True, "max_num_seqs": 8, "seed": 0}
         llm = LLM(run["model"], **{**small, "max_num_batched_tokens": 256, "disable_log_stats": False, **run["llm"]})
-        sampling = SamplingParams(max_tokens=run["tokens"], temperature=0, ignore_eos=True)
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in run["prompts"]], sampling, use_tqdm=False)
-        results.append({"tokens": [list(output.outputs[0].token_ids) for output in outputs], **facts(llm)})
+        found = {"tokens": [], "after": []}
+        if "fault" in run:
+            results.append(fail(llm, run))
+            break
+        for prompts, tokens in run["rounds"]:
+            sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+            outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+            found["tokens"].append([list(output.outputs[0].token_ids) for output in outputs])
+            found["after"].append(facts(llm))
+        results.append(found)
         del llm
         gc.collect()
     print("RESULT", json.dumps(results), flush=True)
+    os._exit(0)  # an engine that has died has nothing to shut down
+
+
+def fail(llm: Any, run: dict[str, Any]) -> dict[str, Any]:
+    """What became of a round in which the last rank fails, and how long that took to be known."""
+    from vllm import SamplingParams
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    last = llm.collective_rpc(process_id)[-1]
+    if run["fault"] == "raise":
+        llm.collective_rpc(break_copies, args=(last,))
+    else:
+        threading.Timer(1.0, os.kill, (last, signal.SIGKILL)).start()
+    prompts, tokens = run["rounds"][0]
+    start = time.monotonic()
+    try:
+        llm.generate([{"prompt_token_ids": ids} for ids in prompts], SamplingParams(max_tokens=tokens, ignore_eos=True))
+    except EngineDeadError as error:
+        return {"error": type(error).__name__, "seconds": time.monotonic() - start}
+    return {"error": None, "seconds": time.monotonic() - start}
+
+
+def process_id(worker: Any) -> int:
+    return os.getpid()
+
+
+def break_copies(worker: Any, process: int) -> None:
+    """Of one rank, every copy fails from now on."""
+
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("the bus is gone")
+
+    if os.getpid() == process:
+        worker.vllm_config.quant_config.rank._pager._copies = Broken()
+
+
+def facts(llm: object) -> dict[str, object]:
+    """What vLLM counts itself, and what paged experts say of themselves: the engine, and each rank."""
+    counted = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    found = {"preemptions": counted["vllm:num_preemptions"]}
+    if "pagedweight" in str(llm.llm_engine.vllm_config.model_config.quantization):
+        from pagedweight.integrations.vllm.report import report
+
+        found["report"] = report(llm)
+        found["bits_of_ranks"] = llm.collective_rpc("pagedweight_checked_bits")
+    return found
 
 
 if __name__ == "__main__":

@@ -38,10 +38,15 @@ def write_dense(family: str, paged: Path, bits: int, out: Path) -> Path:
     return out
 
 
-def run(model: Path, tokens: int = 16, prompts: list[list[int]] | None = None, **llm: Any) -> dict[str, Any]:
-    """One entry of serve.py's list."""
+def run(model: Path, *rounds: tuple[list[list[int]], int], **llm: Any) -> dict[str, Any]:
+    """One entry of serve.py's list; 16 tokens for each of three prompts where no rounds are given."""
     llm.setdefault("skip_tokenizer_init", True)
-    return {"model": str(model), "llm": llm, "prompts": prompts or some_prompts(), "tokens": tokens}
+    return {"model": str(model), "llm": llm, "rounds": rounds or [(some_prompts(), 16)]}
+
+
+def paged(**options: Any) -> dict[str, Any]:
+    """Options of paged experts, as LLM takes them."""
+    return {"additional_config": {"pagedweight": options}}
 
 
 def some_prompts(count: int = 3, length: int = 20) -> list[list[int]]:
@@ -58,6 +63,8 @@ def serve(*runs: dict[str, Any], in_process: bool = True, timeout: int = 280) ->
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for functions of serve.py that run on ranks
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1" if any("tensor_parallel_size" in run["llm"] for run in runs) else "auto",
     }
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("serve.py"))],

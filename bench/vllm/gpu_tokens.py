@@ -1,0 +1,105 @@
+"""Tokens of the demo model under vLLM on a GPU, with CUDA graphs, row by row, each in a process of its own.
+
+    python -m bench.vllm.gpu_tokens prepare FOLDER
+    python -m bench.vllm.gpu_tokens dense4|4|4-eager|6|roomy|pressed FOLDER     (at the same time, if you like)
+    python -m bench.vllm.gpu_tokens compare FOLDER
+
+dense4: vLLM's own experts on weights rebuilt from the 4-bit codes, in fp16, which holds them exactly. roomy: dynamic
+widths without pressure, as 6. pressed: dynamic widths while KV blocks run out; every plane in use is then compared with
+the host's, byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+
+ROWS = ("dense4", "4", "4-eager", "6", "roomy", "pressed")
+REQUESTS, PROMPT, TOKENS = 16, 32, 160
+
+
+def prepare(folder: Path) -> None:
+    """The demo model as it ships, and a float model with its experts as they are at 4 bits."""
+    import torch
+
+    import pagedweight
+    from pagedweight.bitplane import dequantize
+    from pagedweight.checkpoint import Checkpoint
+    from pagedweight.discovery import find_experts
+    from pagedweight.layout import BlockId, Projection
+
+    source = Path(str(files("pagedweight") / "assets" / "tiny-qwen2-moe"))
+    shutil.copytree(source, folder / "paged", dirs_exist_ok=True)
+    model = pagedweight.unpatch(pagedweight.load(source, dtype=torch.float16))
+    checkpoint = Checkpoint.open(source)
+    for experts in find_experts(model):
+        layer, here = experts.shape.layer, range(experts.shape.experts)
+        for projection, name in zip(Projection, ("gate_up_proj", "down_proj"), strict=True):
+            blocks = [checkpoint.block(BlockId(layer, expert, projection)) for expert in here]
+            getattr(experts.module, name).data = torch.stack([dequantize(block, 4) for block in blocks]).half()
+    model.save_pretrained(folder / "dense4")
+
+
+def row(name: str, folder: Path) -> None:
+    from vllm import LLM, SamplingParams
+
+    options = {"offload_free_blocks": 4, "reload_free_blocks": 8}
+    if name[0].isdigit():
+        options["bits"] = int(name[0])
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+    llm = LLM(
+        str(folder / ("dense4" if name == "dense4" else "paged")),
+        dtype="float16",
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        num_gpu_blocks_override=200 if name == "pressed" else 2000,
+        kv_cache_memory_bytes=2**28,  # not found out by profiling: several rows may start at once
+        gpu_memory_utilization=0.08,
+        enforce_eager=name == "4-eager",
+        compilation_config={} if name == "4-eager" else graphs,
+        disable_log_stats=False,
+        additional_config={"pagedweight": options},
+    )
+    prompts = np.random.default_rng(0).integers(2, 16000, (REQUESTS, PROMPT)).tolist()
+    sampling = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    found: dict[str, object] = {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
+    core = llm.llm_engine.engine_core.engine_core
+    weights = getattr(core.scheduler, "weights", None)
+    if weights is not None:
+        llm.collective_rpc("pagedweight_checked_bits")
+        found |= {"counts": weights.counts._asdict(), "lowest_mean_bits": weights.lowest_mean_bits}
+    counted = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    found["preemptions"] = counted["vllm:num_preemptions"]
+    (folder / f"{name}.json").write_text(json.dumps(found), encoding="utf-8")
+    print(name, {key: value for key, value in found.items() if key != "tokens"}, flush=True)
+
+
+def compare(folder: Path) -> None:
+    tokens = {name: json.loads((folder / f"{name}.json").read_text())["tokens"] for name in ROWS}
+
+    def same(one: str, other: str) -> dict[str, object]:
+        """Share of requests that are equal to the end, and of tokens before the first that differs."""
+        pairs = list(zip(tokens[one], tokens[other], strict=True))
+        common = [next((n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), TOKENS) for a, b in pairs]
+        return {"equal_requests": f"{common.count(TOKENS)} of {len(pairs)}", "tokens_before": min(common)}
+
+    pairs = (("4", "dense4"), ("4", "4-eager"), ("roomy", "6"), ("4", "6"))
+    found = {f"{one} and {other}": same(one, other) for one, other in pairs}
+    (folder / "compared.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(found, indent=1), flush=True)
+
+
+if __name__ == "__main__":
+    verb, place = sys.argv[1], Path(sys.argv[2])
+    if verb in ROWS:
+        row(verb, place)
+    else:
+        {"prepare": prepare, "compare": compare}[verb](place)

@@ -1,0 +1,33 @@
+"""Registering with vLLM: as often as it likes, and not at all where the version is not served."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: see docs/vllm.md")
+
+import vllm.version
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from pagedweight.integrations.vllm.plugin import register
+from pagedweight.integrations.vllm.quant_config import PagedWeightConfig
+
+pytestmark = pytest.mark.vllm
+
+
+def test_case_96_nothing_is_registered_with_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = list(QUANTIZATION_METHODS), WorkerWrapperBase.execute_model, EngineCore._initialize_kv_caches
+    monkeypatch.setattr(vllm.version, "__version__", "0.19.0")
+    with pytest.raises(ImportError, match=r"0\.19\.0"):
+        register()
+    assert before == (list(QUANTIZATION_METHODS), WorkerWrapperBase.execute_model, EngineCore._initialize_kv_caches)
+
+
+def test_case_95_registering_twice_is_registering_once() -> None:
+    register()
+    once = list(QUANTIZATION_METHODS), WorkerWrapperBase.execute_model, EngineCore._initialize_kv_caches
+    register()
+    assert once == (list(QUANTIZATION_METHODS), WorkerWrapperBase.execute_model, EngineCore._initialize_kv_caches)
+    assert get_quantization_config("pagedweight") is PagedWeightConfig

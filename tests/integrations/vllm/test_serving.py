@@ -1,0 +1,94 @@
+"""vLLM on a CPU while KV blocks run out: weights give way, requests are not preempted, and every rank does the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: see docs/vllm.md")
+
+from tests.integrations.vllm.support import paged, run, serve, some_prompts, write_dense, write_paged
+
+pytestmark = pytest.mark.vllm
+
+# Six requests of 170 tokens want 36 blocks of 32 tokens; the planes above 2 bits take 19 of them.
+LONG, SHORT = (some_prompts(6), 150), (some_prompts(1), 60)
+SMALL_CACHE = {"num_gpu_blocks_override": 48, "block_size": 32, "enable_prefix_caching": False}
+TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+WATERMARKS = {"offload_free_blocks": 2, "reload_free_blocks": 4, "min_dwell_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_paged("qwen2_moe", tmp_path_factory.mktemp("paged"))
+
+
+def check_pressure(found: dict[str, Any]) -> None:
+    """Bits fell under the long requests, nothing was preempted, and bits came back under the short one."""
+    after_long, after_short = found["after"]
+    assert after_short["preemptions"] == 0
+    assert after_long["report"]["lowest_mean_bits"] < 5
+    assert after_long["report"]["blocks_given"] >= 5
+    assert after_short["report"]["mean_bits"] > after_long["report"]["mean_bits"]
+    assert after_short["report"]["raised"] > 0
+    for facts in found["after"]:
+        first, *others = facts["bits_of_ranks"]
+        assert np.mean(first) == facts["report"]["mean_bits"], "kernels see other widths than the engine"
+        assert all(other == first for other in others), "ranks hold different widths"
+
+
+def test_smoke_two_ranks_give_way_alike_and_take_back(folder: Path) -> None:
+    (found,) = serve(run(folder, LONG, SHORT, **SMALL_CACHE, **TWO_RANKS, **paged(**WATERMARKS)), in_process=False)
+    check_pressure(found)
+
+
+@pytest.mark.parametrize("fault", ["raise", "kill"])
+def test_case_101_a_rank_that_fails_ends_the_engine_and_nobody_waits(folder: Path, fault: str) -> None:
+    broken = run(folder, LONG, **SMALL_CACHE, **TWO_RANKS, **paged(**WATERMARKS)) | {"fault": fault}
+    (found,) = serve(broken, in_process=False)
+    assert found["error"] == "EngineDeadError"
+    assert found["seconds"] < 60
+
+
+@pytest.mark.parametrize("enable_expert_parallel", [False, True])
+def test_tokens_of_two_ranks_are_those_of_one(folder: Path, enable_expert_parallel: bool) -> None:
+    (one,) = serve(run(folder, **paged(bits=4)))
+    ranks = TWO_RANKS | {"enable_expert_parallel": enable_expert_parallel}
+    (two,) = serve(run(folder, **ranks, **paged(bits=4)), in_process=False)
+    assert two["tokens"] == one["tokens"]
+
+
+def test_expert_parallel_ranks_give_way_alike(folder: Path) -> None:
+    ranks = TWO_RANKS | {"enable_expert_parallel": True}
+    (found,) = serve(run(folder, LONG, SHORT, **SMALL_CACHE, **ranks, **paged(**WATERMARKS)), in_process=False)
+    check_pressure(found)
+
+
+def test_smoke_tokens_without_pressure_are_those_of_vllms_own_experts(folder: Path, tmp_path: Path) -> None:
+    dense, dynamic = serve(run(write_dense("qwen2_moe", folder, 6, tmp_path / "dense")), run(folder))
+    assert dynamic["tokens"] == dense["tokens"]
+    assert dynamic["after"][0]["report"]["mean_bits"] == 6
+
+
+def test_where_static_weights_preempt_dynamic_ones_do_not(folder: Path) -> None:
+    fewer_blocks = SMALL_CACHE | {"num_gpu_blocks_override": 48 - 19}
+    static, dynamic = serve(
+        run(folder, LONG, **fewer_blocks, **paged(bits=6)),
+        run(folder, LONG, SHORT, **SMALL_CACHE, **paged(**WATERMARKS)),
+    )
+    assert static["after"][0]["preemptions"] > 0
+    check_pressure(dynamic)
+
+
+def test_case_92_blocks_given_up_are_used_and_the_pool_keeps_its_size(folder: Path) -> None:
+    """All of the pool can be the requests': weights yield down to the floor before one is preempted."""
+    full = (some_prompts(6), 220)  # 8 blocks each: 48, one more than there are
+    (found,) = serve(run(folder, full, SHORT, **SMALL_CACHE, **paged(**WATERMARKS)))
+    after_full, after_short = found["after"]
+    assert after_full["report"]["lowest_mean_bits"] == 2
+    assert after_short["report"]["mean_bits"] > 2
+    held = [sum(facts["report"][f"{owner}_bytes"] for owner in ("paged", "kv", "free")) for facts in found["after"]]
+    assert held[0] == held[1]
