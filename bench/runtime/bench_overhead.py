@@ -156,8 +156,8 @@ def overhead(runtime: Runtime, step: Callable[[], None], groups: int, steps_per_
         "boundary_median_us": statistics.median(done),
         "boundary_mean_us": statistics.fmean(done),
         "boundary_longest_us": max(done),
-        "plans_ready": runtime._planning.ready,
-        "plans_made_late": runtime._planning.made_late,
+        "plans_ready": runtime._planning.queue.ready,
+        "plans_made_late": runtime._planning.queue.made_late,
         "lowered_rows": runtime.snapshot().moves.lowered_rows,
     }
 

@@ -156,7 +156,8 @@ class Runtime:
         return (
             f"{planning.state}: {self._kv}, offload at {self.config.offload_free_blocks} free blocks or fewer, "
             f"reload above {self.config.reload_free_blocks}; shortfall {planning.shortfall_bytes} bytes; "
-            f"{planning.ready} plans were ready, {planning.made_late} made at their boundary; {self._pager.moves}"
+            f"{planning.queue.ready} plans were ready, {planning.queue.made_late} made at their boundary; "
+            f"{self._pager.moves}"
         )
 
     def set_request(self, slot: int, *, confidence: float = 1.0, rho_bounds: tuple[float, float] | None = None) -> None:

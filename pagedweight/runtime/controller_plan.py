@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
+from pagedweight.runtime.controller_queue import ReadyQueue
 from pagedweight.runtime.controller_signals import SignalReader
 from pagedweight.runtime.controller_work import PlanWorker
 from pagedweight.runtime.frames import Arena
 from pagedweight.runtime.kv import KVState
 from pagedweight.runtime.observe import Limits, Observation, observe
 from pagedweight.runtime.pager import Pager
-from pagedweight.runtime.planner import Plan, Queue, plan_from_queue, plan_raise, plan_step
+from pagedweight.runtime.planner import Plan, plan_raise
 from pagedweight.runtime.planner_scores import damage_now_and_at_floor
 from pagedweight.runtime.planner_trace import TraceWriter
 from pagedweight.runtime.table import PageTable
@@ -24,15 +26,17 @@ from pagedweight.runtime.table_view import TableSnapshot, Transition
 
 _LOG = logging.getLogger(__name__)
 _NOTHING = Plan()
-# Far from pressure the queue is refreshed less often, down to every so many periods.
-_LONGEST_WAIT_PERIODS = 16
+# Statistics and queue grow old for so many periods: asking costs a forward about 0.7 ms, and signals drift slowly.
+_SHORTEST_WAIT_PERIODS, _LONGEST_WAIT_PERIODS = 4, 32
+# Launching a raise takes the host about 50 us (bench_pager on an H200): all at once, many rows would hold up a forward.
+_RAISES_PER_BOUNDARY = 64
 
 
 class Planning:
     """The hysteresis between offload and reload thresholds, and the plan queue.
 
     state: what is going on, in words. shortfall_bytes: what the last plan under pressure could not release.
-    ready, made_late: plans under pressure that the queue held, and those that had to be made at the boundary.
+    queue: the plan queue, with how many plans it had ready.
     """
 
     def __init__(
@@ -51,7 +55,6 @@ class Planning:
         """shared: whether the KV gauge counts the arena itself, so that what is released shows at once."""
         self.state = "at rest"
         self.shortfall_bytes = 0
-        self.ready = self.made_late = 0
         self._table = table
         self._pager = pager
         self._arena = arena
@@ -63,9 +66,10 @@ class Planning:
         self._shared = shared
         background = len(table.committed) >= config.background_rows and not config.deterministic
         self._worker = PlanWorker(background=background)
-        self._queue = Queue()
-        self._queue_version: int | None = None
-        self._refreshed_at = self._signals_at = 0
+        step_bytes = np.diff(table.snapshot().bytes, axis=1)
+        self._most_raised_bytes = max(int(_RAISES_PER_BOUNDARY * step_bytes.mean()), int(step_bytes.max()))
+        self.queue = ReadyQueue(table, policy, self._worker, trace)
+        self._signals_at = 0
         self._fruitless: tuple[int, ...] | None = None
         self._forecast_blocks = 0
         self._answered: tuple[KVState, int] | None = None
@@ -101,13 +105,8 @@ class Planning:
 
     def observe(self, seen: TableSnapshot, kv: KVState) -> Observation:
         """What the planner sees now."""
-        return observe(
-            seen,
-            kv,
-            self._config.offload_free_blocks,
-            self._signals.latest(wait=self._config.deterministic),
-            **self._pressure(kv),
-        )
+        signals = self._signals.latest(wait=self._config.deterministic)
+        return observe(seen, kv, self._config.offload_free_blocks, signals, **self._pressure(kv))
 
     def within_limits(self, rows: np.ndarray) -> np.ndarray:
         """Of rows that an emergency would drop to the floor, in this order, those that pins and quality budget let."""
@@ -140,31 +139,17 @@ class Planning:
         """The plan that the queue has ready, or, when it has none, one made now; None where the signal is noise."""
         if self._is_noise(kv):
             return None
-        seen = self._table.snapshot()
-        plan = self._from_queue(seen, kv) if self._worker.background else None
-        if plan is None:
-            observation = self.observe(seen, kv)
-            queue, plan = plan_step(seen, observation, self._policy, self._queue)
-            self._adopt(queue)
-            self.made_late += bool(plan.transitions)
-            if self._trace is not None:
-                self._trace.lowered(seen, observation, plan)
+        seen, observing = self._prepare(kv)
+        pressure = observe(seen, kv, self._config.offload_free_blocks, **self._pressure(kv))
+        plan = self.queue.plan(seen, observing, pressure)
         if plan.transitions:
             self._answered = kv, plan.released_bytes
         return plan
 
-    def _from_queue(self, seen: TableSnapshot, kv: KVState) -> Plan | None:
-        """What the queue holds for the present target; what it costs has been predicted already."""
-        self._take_refreshed(wait=True)
-        if self._queue_version != self._table.version:
-            return None
-        observation = observe(seen, kv, self._config.offload_free_blocks, **self._pressure(kv))
-        plan = plan_from_queue(seen, observation, self._policy, self._queue)
-        if plan is not None:
-            self.ready += bool(plan.transitions)
-            if self._trace is not None:
-                self._trace.chosen(seen, observation, plan)
-        return plan
+    def _prepare(self, kv: KVState) -> tuple[TableSnapshot, Callable[[], Observation]]:
+        """The page table, and what makes the observation; converting the statistics is left to the planner's thread."""
+        seen, signals = self._table.snapshot(), self._signals.latest(wait=self._config.deterministic)
+        return seen, partial(observe, seen, kv, self._config.offload_free_blocks, signals, **self._pressure(kv))
 
     def _is_noise(self, kv: KVState) -> bool:
         """Whether another engine's count swings around the threshold rather than falls.
@@ -185,12 +170,12 @@ class Planning:
 
         Where there is nothing to raise the queue is refreshed when it is due, or no longer fits the widths.
         """
-        available = self._raise_bytes(kv, self._config.reload_free_blocks)
+        available = min(self._raise_bytes(kv, self._config.reload_free_blocks), self._most_raised_bytes)
         if available <= 0 or self._at_parent_width():
-            self._take_refreshed()
-            stale = self._worker.background and self._queue_version != self._table.version
-            if stale or (due and self._table.step - self._refreshed_at >= self._wait_steps(kv)):
-                self._refresh_queue(kv)
+            self.queue.take()
+            outdated = self._worker.background and self.queue.stale
+            if outdated or (due and self.queue.age_steps >= self._wait_steps(kv)):
+                self.queue.refresh(lambda: self._prepare(kv))
             return _NOTHING
         self._note_refused()
         asked = self._worker.ask(("raise", self._table.version), lambda: self._raise_call(kv, available))
@@ -207,44 +192,21 @@ class Planning:
         return plan._replace(transitions=self._asked)
 
     def _raise_call(self, kv: KVState, available: int) -> Callable[[], tuple]:
-        seen = self._table.snapshot()
+        seen, observing = self._prepare(kv)
         seen.busy[list(self._no_room)] = True
-        observation, policy = self.observe(seen, kv), self._policy
-        return lambda: (seen, observation, available, plan_raise(seen, observation, policy, available))
+        policy = self._policy
+
+        def call() -> tuple:
+            observation = observing()
+            return seen, observation, available, plan_raise(seen, observation, policy, available)
+
+        return call
 
     def _wait_steps(self, kv: KVState) -> int:
         """Boundaries that statistics and queue may be old: the nearer pressure is, the fewer."""
-        periods = min(max(1, kv.headroom_blocks // self._config.reload_free_blocks), _LONGEST_WAIT_PERIODS)
+        reaches = 2 * kv.headroom_blocks // self._config.reload_free_blocks
+        periods = min(max(_SHORTEST_WAIT_PERIODS, reaches), _LONGEST_WAIT_PERIODS)
         return periods * self._config.plan_period_steps
-
-    def _refresh_queue(self, kv: KVState) -> None:
-        self._refreshed_at = self._table.step
-        key = ("queue", self._table.version)
-        refreshed = self._worker.ask(key, lambda: self._refresh_call(kv))
-        if refreshed is not None:
-            self._adopt_refreshed(refreshed)
-
-    def _refresh_call(self, kv: KVState) -> Callable[[], tuple]:
-        seen, queue = self._table.snapshot(), self._queue
-        observation, policy = self.observe(seen, kv), self._policy
-        return lambda: (queue, seen, observation, *plan_step(seen, observation, policy, queue))
-
-    def _take_refreshed(self, *, wait: bool = False) -> None:
-        refreshed = self._worker.take(("queue", self._table.version), wait=wait)
-        if refreshed is not None:
-            self._adopt_refreshed(refreshed)
-
-    def _adopt_refreshed(self, refreshed: tuple) -> None:
-        """A refreshed queue replaces the one that it was made from; one made from an older queue is too late."""
-        made_from, seen, observation, queue, plan = refreshed
-        if made_from is self._queue:
-            self._adopt(queue)
-            if self._trace is not None:
-                self._trace.lowered(seen, observation, plan)
-
-    def _adopt(self, queue: Queue) -> None:
-        self._queue, self._queue_version = queue, self._table.version
-        self._refreshed_at = self._table.step
 
     def _at_parent_width(self) -> bool:
         """Whether no row can be raised further; asked at every boundary, so looked up once for each change."""

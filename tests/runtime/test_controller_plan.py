@@ -49,7 +49,7 @@ def test_pressure_finds_a_plan_ready_and_room_is_given_back(blocks_short: int) -
         settled(runtime, 2)
     assert (runtime.snapshot().bits < 6).any()
     assert runtime.snapshot().kv.free_blocks > THRESHOLDS["offload_free_blocks"]
-    assert runtime._planning.ready > 0
+    assert runtime._planning.queue.ready > 0
     for ids in held:
         runtime.arena.free(ids)
     settled(runtime, 40)
@@ -69,7 +69,7 @@ def test_a_plan_from_the_queue_is_what_the_planner_predicted() -> None:
         runtime.allocate_kv(runtime.arena.free_frames)
         settled(runtime)
         assert runtime.snapshot().moves.lowered_rows
-        assert runtime._planning.made_late == (config is not BACKGROUND)
+        assert runtime._planning.queue.made_late == (config is not BACKGROUND)
         damages.append(predicted_damage(runtime))
         runtime.close()
     assert damages[1] <= damages[0] <= 3 * damages[1]
