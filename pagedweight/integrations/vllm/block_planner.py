@@ -67,6 +67,8 @@ class BlockPlanner:
 
     def give_up(self, blocks: int, kv: KVState) -> GivenUp:
         """Lower what the planner would lower for `blocks` more KV blocks, and vacate as many, or what can be had."""
+        if not len(self.tenancy.blocks):
+            return GivenUp(np.empty(0, dtype=np.int64), Round(), blocks * self.block_bytes)
         empty_bytes = self.tenancy.empty_frames * self.frame_bytes
         lower, shortfall = Widths(), 0
         if blocks * self.block_bytes > empty_bytes:

@@ -22,7 +22,7 @@ class ServingOptions:
     frame_bytes: bytes of a frame; None chooses by the planes' shapes and the KV blocks.
     host_pinned_bytes: page-locked host memory for page copies; None locks all of it.
     offload_free_blocks: weights give KV blocks up when this many or fewer would be free after the coming step.
-    reload_free_blocks: weights take blocks back only while more than this stay free.
+    reload_free_blocks: so many are free when they have; they take blocks back only while more than this stay free.
     reload_blocks_per_step: most blocks that one step starts to load.
     settle_steps: steps from the start of a load to its use, the same on every rank.
     min_dwell_steps: steps for which a changed row keeps its width before it may rise.
@@ -36,7 +36,7 @@ class ServingOptions:
     frame_bytes: int | None = None
     host_pinned_bytes: int | None = None
     offload_free_blocks: int = 8
-    reload_free_blocks: int = 16
+    reload_free_blocks: int = 32
     reload_blocks_per_step: int = 4
     settle_steps: int = 2
     min_dwell_steps: int = 4

@@ -97,9 +97,9 @@ class Tenant:
         self.planner.step += 1
         self._raised = self._land()
         kv = self._state_now(pending_blocks)
-        wanted = target_bytes(kv, self._options.offload_free_blocks) // kv.block_bytes
-        if wanted:
-            self._give_up(wanted, kv)
+        if target_bytes(kv, self._options.offload_free_blocks):
+            # Up to the other threshold at once: a plan for each block would cost more time than it saves bits.
+            self._give_up(self._options.reload_free_blocks - kv.headroom_blocks, kv)
         else:
             self.shortfall_bytes = 0
             self._rise(kv)
