@@ -10,7 +10,7 @@ import torch
 
 from pagedweight.runtime.frames import Arena
 from pagedweight.runtime.transfer import FrameCopy, Ticket
-from pagedweight.runtime.transfer_batch import BatchedCopies, Pieces, pieces_of
+from pagedweight.runtime.transfer_batch import DriverCopies, Pieces, pieces_of
 
 # A half of the staging memory: long enough that launches cost little beside the copy, short enough that little is left
 # to spread once the last bytes have crossed the bus.
@@ -58,11 +58,13 @@ class CudaEngine:
 
     def __init__(self, arena: Arena, staging_bytes: int = _STAGING_BYTES) -> None:
         self._device = arena.memory.device
+        self._frame_bytes = arena.frame_bytes
+        self._address = arena.memory.data_ptr()
         self._rows = arena.rows
         self._words = arena.rows.view(_WORD)
         self._copy_stream = torch.cuda.Stream(self._device)
         self._spread_stream = torch.cuda.Stream(self._device)
-        self._copies = BatchedCopies()
+        self._copies = DriverCopies()
         self._staging_frames = max(1, min(staging_bytes // arena.frame_bytes, arena.frames))
         self._half_bytes = self._staging_frames * arena.frame_bytes
         self._halves: list[_Half] = []
@@ -73,13 +75,13 @@ class CudaEngine:
         if not copies:
             return _EventTicket(self._copy_stream, began=began)
         hosts, pieces = self._pieces(copies)
-        with _settled(self._copy_stream, self._spread_stream):
+        with torch.cuda.device(self._device), _settled(self._copy_stream, self._spread_stream):
             ids = self._spread_ids(copies)
             batch_of = pieces.start // self._half_bytes
             for number, part in enumerate(ids.split(self._staging_frames)):
                 half, batch = self._next_half(), batch_of == number
                 self._copy_stream.wait_event(half.free)
-                self._copies.launch(half.address, Pieces(*(values[batch] for values in pieces)), self._copy_stream)
+                self._copies.copy_pieces(half.address, Pieces(*(values[batch] for values in pieces)), self._copy_stream)
                 self._spread_stream.wait_stream(self._copy_stream)
                 with torch.cuda.stream(self._spread_stream):
                     self._words.index_copy_(0, part, half.rows[: len(part)])
@@ -103,8 +105,19 @@ class CudaEngine:
         return _EventTicket(torch.cuda.current_stream(self._device))
 
     def write_now(self, copies: Sequence[FrameCopy]) -> None:
-        for frames, host in copies:
-            self._copy_runs(frames, _page_locked(host))
+        stream = torch.cuda.current_stream(self._device)
+        locked = _page_locked([host for _, host in copies])
+        with torch.cuda.device(self._device):
+            for (frames, host), is_locked in zip(copies, locked, strict=True):
+                for start, stop in _runs(frames):
+                    first = int(frames[start])
+                    piece = host[start * self._frame_bytes : stop * self._frame_bytes]
+                    if is_locked:
+                        target = self._address + first * self._frame_bytes
+                        self._copies.copy(target, piece.data_ptr(), piece.numel(), stream)
+                    else:
+                        target = self._rows[first : first + stop - start].view(-1)
+                        target.copy_(piece.pin_memory(), non_blocking=True)
 
     def relocate(self, sources: np.ndarray, targets: np.ndarray) -> None:
         ids = self._on_device(np.stack([sources, targets]))
@@ -114,19 +127,11 @@ class CudaEngine:
         for stream in (self._copy_stream, self._spread_stream, torch.cuda.current_stream(self._device)):
             stream.synchronize()
 
-    def _copy_runs(self, frames: np.ndarray, host: torch.Tensor) -> None:
-        """One copy per run of frames, on the current stream."""
-        pieces = host.view(len(frames), -1)
-        for start, stop in _runs(frames):
-            first = int(frames[start])
-            self._rows[first : first + stop - start].copy_(pieces[start:stop], non_blocking=True)
-
     def _pieces(self, copies: Sequence[FrameCopy]) -> tuple[list[torch.Tensor], Pieces]:
         """The copies' bytes in page-locked memory, and where they lie."""
         hosts = [host for _, host in copies]
-        memory = [host.untyped_storage().data_ptr() for host in hosts]
-        locked = {at: host.is_pinned() for at, host in dict(zip(memory, hosts, strict=True)).items()}
-        hosts = [host if locked[at] else host.pin_memory() for at, host in zip(memory, hosts, strict=True)]
+        locked = _page_locked(hosts)
+        hosts = [host if is_locked else host.pin_memory() for host, is_locked in zip(hosts, locked, strict=True)]
         places = [(host.untyped_storage().data_ptr(), host.data_ptr(), host.numel()) for host in hosts]
         return hosts, pieces_of(*np.array(places, dtype=np.int64).T, self._half_bytes)
 
@@ -162,9 +167,11 @@ def _settled(*streams: torch.cuda.Stream) -> Iterator[None]:
         on_error.pop_all()
 
 
-def _page_locked(host: torch.Tensor) -> torch.Tensor:
-    """The bytes in page-locked memory, so that the copy does not make the host wait for the device."""
-    return host if host.is_pinned() else host.pin_memory()
+def _page_locked(hosts: list[torch.Tensor]) -> list[bool]:
+    """Which of the tensors lie in page-locked memory; the driver is asked once for each allocation."""
+    memory = [host.untyped_storage().data_ptr() for host in hosts]
+    locked = {at: host.is_pinned() for at, host in dict(zip(memory, hosts, strict=True)).items()}
+    return [locked[at] for at in memory]
 
 
 def _runs(frames: np.ndarray) -> list[tuple[int, int]]:
