@@ -179,6 +179,40 @@ def test_a_run_killed_at_every_point_goes_on_and_ends_with_the_same_bytes(
     assert len(pages(tmp_path / "killed")) > 5
 
 
+def test_a_run_killed_around_every_renaming_never_loads_half_written(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files get their names one by one; the folder loads when the last one has its own, and not before."""
+    monkeypatch.setitem(CheckpointWriter.__init__.__kwdefaults__, "shard_bytes", 20_000)
+    whole = pagedweight.quantize(dense, tmp_path / "whole", widths=(2, 3))
+    rename, out, names, killed = os.replace, tmp_path / "killed", [], True
+    while killed:
+        left = len(names)
+
+        def rename_until(source: Path, target: Path) -> None:
+            nonlocal left
+            if not left:
+                names.append(Path(target).name)
+                if len(names) % 2:  # half of the kills come just after
+                    rename(source, target)
+                raise Killed(target)
+            left -= 1
+            rename(source, target)
+
+        monkeypatch.setattr(os, "replace", rename_until)
+        try:
+            pagedweight.quantize(dense, out, widths=(2, 3))
+        except Killed:
+            complete = names[-1] == "metadata.json" and len(names) % 2
+            assert (out / "pagedweight" / "metadata.json").exists() == bool(complete)
+        else:
+            killed = False
+    monkeypatch.setattr(os, "replace", rename)
+    assert everything(out) == everything(whole)
+    assert {"partial.json", "metadata.json", "pages-00002.safetensors"} <= set(names), names
+    assert any(name.startswith("model-") for name in names)
+
+
 def test_a_killed_run_at_level_best_goes_on_too(dense: Path, tmp_path: Path) -> None:
     def run(out: Path, progress) -> None:
         pagedweight.quantize(dense, out, level="best", calibration=windows(), tuning=TUNING, progress=progress)
