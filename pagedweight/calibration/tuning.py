@@ -34,8 +34,8 @@ class TuningOptions(NamedTuple):
     units of its row's mean absolute entry."""
 
     epochs: int = 2
-    rows: int = 4
-    rate: float = 0.01
+    rows: int = 8
+    rate: float = 0.015
     seed: int = 0
 
 

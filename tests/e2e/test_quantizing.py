@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -184,36 +183,30 @@ def test_a_run_killed_around_every_renaming_never_loads_half_written(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files get their names one by one; the folder loads when the last one has its own, and not before."""
-    monkeypatch.setitem(CheckpointWriter.__init__.__kwdefaults__, "shard_bytes", 8_000)
+    monkeypatch.setitem(CheckpointWriter.__init__.__kwdefaults__, "shard_bytes", 20_000)
     whole = pagedweight.quantize(dense, tmp_path / "whole", widths=(2, 3))
-    rename, out, names, killed = os.replace, tmp_path / "killed", [], True
-    rest = len(list(whole.glob("model-*")))
-    moments = itertools.chain((0, 3, rest - 1), itertools.cycle((rest, rest + 1, rest + 2)))
-    while killed:
-        left = next(moments)
+    rename, out = os.replace, tmp_path / "killed"
+    moments: set[tuple[str, str]] = set()
 
-        def rename_until(source: Path, target: Path) -> None:
-            nonlocal left
-            if not left:
-                names.append(Path(target).name)
-                if len(names) % 2:  # half of the kills come just after
-                    rename(source, target)
-                raise Killed(target)
-            left -= 1
-            rename(source, target)
+    def kill_once(target: Path, moment: str) -> None:
+        if (Path(target).name, moment) not in moments:
+            moments.add((Path(target).name, moment))
+            raise Killed(target)
 
-        monkeypatch.setattr(os, "replace", rename_until)
-        try:
+    def rename_or_die(source: Path, target: Path) -> None:
+        kill_once(target, "before")
+        rename(source, target)
+        kill_once(target, "after")
+
+    monkeypatch.setattr(os, "replace", rename_or_die)
+    while ("metadata.json", "after") not in moments:
+        with pytest.raises(Killed):
             pagedweight.quantize(dense, out, widths=(2, 3))
-        except Killed:
-            complete = names[-1] == "metadata.json" and len(names) % 2
-            assert (out / "pagedweight" / "metadata.json").exists() == bool(complete)
-        else:
-            killed = False
-    monkeypatch.setattr(os, "replace", rename)
+        assert (out / "pagedweight" / "metadata.json").exists() == (("metadata.json", "after") in moments)
+    assert {re.split(r"[-.]", name)[0] for name, _ in moments} == {"model", "pages", "partial", "metadata"}
+    assert len(moments) >= 2 * 10
+    pagedweight.quantize(dense, out, widths=(2, 3))
     assert everything(out) == everything(whole)
-    kinds = {re.split(r"[-.]", name)[0] for name in names}
-    assert kinds == {"model", "pages", "partial", "metadata"}, names
 
 
 def test_a_killed_run_at_level_best_goes_on_too(dense: Path, tmp_path: Path) -> None:
