@@ -28,6 +28,7 @@ class ServingOptions:
     min_dwell_steps: steps for which a changed row keeps its width before it may rise.
     plan_period_steps: steps between looks for something to raise after one that found nothing.
     statistics_period_steps: steps between readings of the routing statistics.
+    prefix_cache_by_precision: requests reuse cached prefixes only of requests that came at the same precision.
     """
 
     bits: int | None = None
@@ -42,6 +43,7 @@ class ServingOptions:
     min_dwell_steps: int = 4
     plan_period_steps: int = 8
     statistics_period_steps: int = 16
+    prefix_cache_by_precision: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "widths", normalized_widths(tuple(self.widths)))
@@ -49,6 +51,8 @@ class ServingOptions:
         object.__setattr__(self, "codebooks", {int(width): name for width, name in dict(self.codebooks).items()})
         for option in fields(self):
             value = getattr(self, option.name)
+            if option.type == "bool" and not isinstance(value, bool):
+                raise TypeError(f"{KEY}.{option.name} is {value!r}; give true or false")
             if option.type.startswith("int"):
                 _check_number(option.name, value, optional=option.type != "int")
         if self.reload_free_blocks <= self.offload_free_blocks:

@@ -12,6 +12,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
 
 from pagedweight.integrations.vllm import worker_hooks
 from pagedweight.integrations.vllm.figures_board import FiguresBoard
@@ -80,6 +81,14 @@ class WeightsYield:
         setattr(output, worker_hooks.COMMANDS, self.weights.end_step())
         self._board.write(self._figures())
         return output
+
+    def add_request(self, request: Request) -> None:
+        if self._options.prefix_cache_by_precision and request.request_id not in self.requests:
+            salts = [salt for salt in (request.cache_salt, self.weights.precision) if salt]
+            request.cache_salt = " at precision ".join(salts) or None
+            request.block_hashes.clear()
+            request.update_block_hashes()
+        super().add_request(request)
 
     def shutdown(self) -> None:
         self._board.remove()

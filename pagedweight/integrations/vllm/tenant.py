@@ -60,6 +60,13 @@ class Tenant:
         self._coming: deque[tuple[int, np.ndarray]] = deque()
         self._next_raise = 0
         self._state = ""
+        self._episodes = 0
+
+    @property
+    def precision(self) -> str:
+        """Names the precision that keys and values are computed at now: "" with every width at the parent's, else the
+        number of times that widths have left it."""
+        return "" if self.planner.at_parent_width else str(self._episodes)
 
     @property
     def free_blocks(self) -> int:
@@ -132,6 +139,7 @@ class Tenant:
         return raised
 
     def _give_up(self, blocks: int, kv: KVState) -> int:
+        self._episodes += self.planner.at_parent_width
         given = self.planner.give_up(blocks, kv)
         self._append(given.round)
         self.shortfall_bytes = given.shortfall_bytes

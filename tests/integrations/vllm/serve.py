@@ -77,7 +77,7 @@ def break_copies(worker: Any, process: int) -> None:
 def facts(llm: object) -> dict[str, object]:
     """What vLLM counts itself, and what paged experts say of themselves: the engine, and each rank."""
     counted = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    found = {"preemptions": counted["vllm:num_preemptions"]}
+    found = {"preemptions": counted["vllm:num_preemptions"], "prefix_hits": counted["vllm:prefix_cache_hits"]}
     if "pagedweight" in str(llm.llm_engine.vllm_config.model_config.quantization):
         from pagedweight.integrations.vllm.report import report
 

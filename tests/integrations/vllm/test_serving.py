@@ -92,3 +92,17 @@ def test_case_92_blocks_given_up_are_used_and_the_pool_keeps_its_size(folder: Pa
     assert after_short["report"]["mean_bits"] > 2
     held = [sum(facts["report"][f"{owner}_bytes"] for owner in ("paged", "kv", "free")) for facts in found["after"]]
     assert held[0] == held[1]
+
+
+def test_prefixes_cached_at_another_precision_are_not_reused_if_one_asks_for_that(folder: Path) -> None:
+    again = (some_prompts(1, 100), 1)
+    cached = SMALL_CACHE | {"enable_prefix_caching": True, "num_gpu_blocks_override": 80}
+    options = {"offload_free_blocks": 30, "reload_free_blocks": 40}  # at the parent width until the long requests
+    by_precision, by_default = (
+        run(folder, again, again, LONG, again, **cached, **paged(**options, prefix_cache_by_precision=chosen))
+        for chosen in (True, False)
+    )
+    found = [[facts["prefix_hits"] for facts in served["after"]] for served in serve(by_precision, by_default)]
+    for hits in found:
+        assert hits[1] > hits[0], "the same prompt at the same precision is not computed again"
+    assert found[0][3] == found[0][2]

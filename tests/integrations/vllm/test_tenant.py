@@ -147,6 +147,19 @@ def test_bits_fall_as_the_cache_grows_and_return_when_it_shrinks() -> None:
     assert engine.bits.mean() == start
 
 
+def test_precision_has_a_name_for_each_spell_below_the_parent_width() -> None:
+    engine = Engine(200)
+    names = [engine.tenant.precision]
+    for _ in range(2):
+        engine.step(engine.pool.free_blocks)
+        names.append(engine.tenant.precision)
+        engine.pool.shrink()
+        for _ in range(40):
+            engine.step()
+        names.append(engine.tenant.precision)
+    assert names == ["", "1", "", "2", ""]
+
+
 def test_what_is_asked_at_once_is_had_in_the_same_step() -> None:
     engine = Engine(40)
     assert engine.held > 10
