@@ -164,17 +164,18 @@ def still(
 
 
 def still_while_restoring(model: PreTrainedModel, moved: Moving, prompt_tokens: int) -> dict:
-    """The same for the steps in which pages came back: a few forwards at each one's widths, the median of them."""
+    """The same for steps in which pages came back: a few forwards at each one's widths, the median of them."""
     came_back = np.flatnonzero((moved.restore_bits[1:] != moved.restore_bits[:-1]).any(1))
     last = int(came_back[-1]) + 2 if len(came_back) else 0
+    sampled = np.unique(np.linspace(0, max(0, last - 1), min(last, 8)).astype(int))
     without = []
-    for bits in moved.restore_bits[:last]:
+    for bits in moved.restore_bits[sampled]:
         with model.pagedweight.held_at(bits):
             decoding = Decoding(model, RESTORE_BATCH, prompt_tokens)
             decoding.run(2 * SETTLING_STEPS)
             without.append(float(np.median(decoding.milliseconds()[SETTLING_STEPS:-1])))
             decoding.cache.release()
-    with_moves = moved.restore_milliseconds[:last]
+    with_moves = moved.restore_milliseconds[sampled]
     return {
         "restoring_steps": last,
         "restoring_ms": [float(with_moves.sum()), float(np.sum(without))],
@@ -205,6 +206,14 @@ def plain_rate(host: torch.Tensor, device: torch.device) -> float | None:
     end = Mark(device)
     torch.cuda.synchronize()
     return 3 * host.numel() / start.ms_until(end) / 1e6
+
+
+def note(results: dict, name: str, part: object, out: Path) -> None:
+    """Print a part as soon as it is there, and write all so far: a run that is cut off leaves what it has."""
+    results[name] = part
+    print(json.dumps({name: part}), flush=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def main() -> int:
@@ -239,17 +248,14 @@ def main() -> int:
         "plain_gigabytes_per_second": rate,
     }
     print(json.dumps(facts), flush=True)
+    results = dict(facts)
     moved = moving(drawn, config, options.batch, options.prompt, options.most_steps)
-    print(json.dumps(moved.report), flush=True)
+    note(results, "moving", moved.report, options.out)
     tokens = options.batch * moved.report["tokens_per_sequence"]
+    note(results, "capacity", capacity(drawn, budget, tokens), options.out)
     larger = RuntimeConfig(budget_bytes=budget + resident[WIDTHS[-1]], **thresholds)
     unmoved = still(drawn, larger, moved, options.batch, options.prompt, options.stretch)
-    print(json.dumps(unmoved), flush=True)
-    table = capacity(drawn, budget, tokens)
-    print(*map(json.dumps, table), sep="\n", flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    results = {**facts, "moving": moved.report, "still": unmoved, "capacity": table}
-    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    note(results, "still", unmoved, options.out)
     return 0 if moved.report["filled"] else 1
 
 
