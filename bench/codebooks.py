@@ -76,20 +76,20 @@ def run(folder: Path, arguments: argparse.Namespace, progress: Progress) -> None
     answers = [take_answers(trained.model, text, rows=rows) for text in trained.texts.values()]
     tried = choices(arguments.parent)
     task = progress.add_task(folder.name, total=len(arguments.methods) * len(tried))
-    found: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for method in arguments.methods:
-        for name, codebooks in tried.items():
-            found.setdefault(method, {})[name] = measure(trained, method, codebooks, statistics, answers)
-            progress.advance(task)
     record = {
         "settings": {**settings_of(arguments, folder), "parent": arguments.parent},
         "machine": machine(arguments.device),
         "command": "python -m bench.codebooks " + " ".join(sys.argv[1:]),
-        "kl_nats": found,
+        "kl_nats": {},
     }
     path = arguments.out / f"codebooks-{folder.name}-{arguments.parent}bits.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    for method in arguments.methods:
+        for name, codebooks in tried.items():
+            found = measure(trained, method, codebooks, statistics, answers)
+            record["kl_nats"].setdefault(method, {})[name] = found
+            path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+            progress.advance(task)
 
 
 def report(records: list[dict]) -> str:

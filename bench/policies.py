@@ -19,7 +19,7 @@ import numpy as np
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
 
 from bench.policies_parts import Contest, Seen, see
-from bench.policies_plans import BUDGET_BITS, CONTENDERS, Contender, mean_bits, plan_table
+from bench.policies_plans import BUDGET_BITS, CONTENDERS, FULL, Contender, mean_bits, plan_table
 from bench.policies_report import report
 from bench.quality_judge import Judge
 from bench.quality_parts import (
@@ -80,35 +80,32 @@ def run(folder: Path, arguments: argparse.Namespace, progress: Progress) -> None
     rows = rows_per_forward(arguments)
     blocks, made = prepare(trained, arguments.method, arguments.keep, progress)
     judge = Judge(trained.model, trained.found, trained.layout, blocks.__getitem__)
-    contenders = [c for c in CONTENDERS if not arguments.only or c.name in arguments.only]
+    contenders = [c for c in CONTENDERS if not arguments.only or c.name in (FULL, *arguments.only)]
+    contenders.sort(key=lambda contender: contender.name != FULL)  # the others are put beside it
     for signals in arguments.signals:
         texts: dict[str, Seen] = {text: see(trained, text, signals, rows) for text in trained.texts}
         for counted in arguments.bytes:
             contest = Contest(judge, made.policy, plan_table(trained.layout, counted), texts)
-            cells = [(c, budget) for c in contenders for budget in c.budgets or arguments.budgets]
-            task = progress.add_task(f"{folder.name}: {signals}, {counted} bytes", total=len(cells))
-            measured: dict[str, dict[str, object]] = {}
-            for contender, budget in cells:
-                measured.setdefault(contender.name, {})[str(budget)] = measure(trained, contest, contender, budget)
-                progress.advance(task)
+            task = progress.add_task(f"{folder.name}: {signals}, {counted} bytes", total=len(contenders))
+            suffix = f"-{arguments.method.replace(', ', '-').replace(' ', '-')}-{signals}"
+            path = arguments.out / f"policies-{folder.name}{suffix}{'-true-bytes' * (counted == 'true')}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            settings = {"method": arguments.method, "bytes": counted, "signals": signals, "budgets": arguments.budgets}
             record = {
-                "settings": {
-                    **settings_of(arguments, folder),
-                    "method": arguments.method,
-                    "bytes": counted,
-                    "signals": signals,
-                    "budgets": arguments.budgets,
-                },
+                "settings": settings_of(arguments, folder) | settings,
                 "machine": machine(arguments.device),
                 "command": "python -m bench.policies " + " ".join(sys.argv[1:]),
                 "policy": {name: np.asarray(getattr(made.policy, name)).tolist() for name in POLICY_FIELDS},
                 "calibration": made.report(),
-                "cells": measured,
+                "cells": {},
             }
-            suffix = f"-{arguments.method.replace(', ', '-')}-{signals}" + "-true-bytes" * (counted == "true")
-            path = arguments.out / f"policies-{folder.name}{suffix}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+            for contender in contenders:
+                record["cells"][contender.name] = {
+                    str(budget): measure(trained, contest, contender, budget)
+                    for budget in contender.budgets or arguments.budgets
+                }
+                path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+                progress.advance(task)
 
 
 def main() -> None:
