@@ -5,20 +5,25 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pagedweight.integrations.hf_register import register as _register
+
 if TYPE_CHECKING:
     from pagedweight.calibration.pipeline import calibrate
     from pagedweight.checkpoint import CheckpointError
+    from pagedweight.integrations.hf_quantizer import PagedWeightConfig
     from pagedweight.patching import patch, unpatch
     from pagedweight.policy import Policy
     from pagedweight.quantizing import quantize
     from pagedweight.runtime.config import RuntimeConfig
     from pagedweight.runtime.frames import OutOfFrames
-    from pagedweight.saving import from_pretrained, load, save
+    from pagedweight.saving import from_pretrained, load
+    from pagedweight.saving_patched import save
 
 __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "OutOfFrames",
+    "PagedWeightConfig",
     "Policy",
     "RuntimeConfig",
     "calibrate",
@@ -34,6 +39,7 @@ __all__ = [
 _HOMES = {
     "CheckpointError": "checkpoint",
     "OutOfFrames": "runtime.frames",
+    "PagedWeightConfig": "integrations.hf_quantizer",
     "Policy": "policy",
     "RuntimeConfig": "runtime.config",
     "calibrate": "calibration.pipeline",
@@ -41,7 +47,7 @@ _HOMES = {
     "load": "saving",
     "patch": "patching",
     "quantize": "quantizing",
-    "save": "saving",
+    "save": "saving_patched",
     "unpatch": "patching",
 }
 
@@ -50,6 +56,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'pagedweight' has no attribute {name!r}")
     return getattr(import_module(f"pagedweight.{_HOMES[name]}"), name)
+
+
+_register()
 
 
 def __dir__() -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 
 from pagedweight.checkpoint import FOLDER, Checkpoint, CheckpointError
 from pagedweight.discovery import ExpertsModule, find_experts
-from pagedweight.integrations.hf_hooks import add_boundary_hook
+from pagedweight.integrations.hf_hooks import add_boundary_hooks
 from pagedweight.layout import Layout, Projection
 from pagedweight.patching_model import PagedModel
 from pagedweight.patching_pages import PageStore, layout_of, quantize_layer
@@ -21,6 +20,7 @@ from pagedweight.patching_sizes import choose_sizes, kv_layers_of
 from pagedweight.policy import Policy
 from pagedweight.quant.levels import check_level
 from pagedweight.runtime.config import RuntimeConfig
+from pagedweight.saving_patched import saver
 
 WIDTHS = (2, 3, 4, 5, 6)
 
@@ -90,6 +90,7 @@ def assemble(
             else:
                 read_into(store, opened, found, done, keep_original)
             paged = PagedModel(store, sizes, policy, config, device, getattr(model, "config", None))
+            paged.recipe = {"level": level, "seed": "0"} if opened is None else opened.recipe
         except BaseException:
             restore_weights(store, done, device)
             raise
@@ -167,15 +168,10 @@ def install(model: nn.Module, paged: PagedModel, originals: list[ExpertsModule])
     if getattr(model, "_compiled_call", None) is not None:
         model._compiled_call = None  # compiled with the dense experts
     paged.replaced = originals
-    paged.hook = add_boundary_hook(model, paged)
+    paged.hooks = add_boundary_hooks(model, paged)
     model.pagedweight = paged
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained = refuse_to_save
-
-
-def refuse_to_save(*args: object, **kwargs: object) -> NoReturn:
-    """Stands in for save_pretrained, which would leave the experts out without a word."""
-    raise ValueError("save_pretrained would leave out the paged experts; use pagedweight.save(model, directory)")
+        model.save_pretrained = saver(model)
 
 
 def unpatch(model: nn.Module) -> nn.Module:
@@ -189,7 +185,7 @@ def unpatch(model: nn.Module) -> nn.Module:
             # As model.half() or model.to() would have left it.
             experts.module.to(dtype=model.get_submodule(experts.path).dense_dtype)
             experts.restore(model)
-        paged.hook.remove()
+        paged.hooks.take_off()
         paged.close()
         del model.pagedweight
         model.__dict__.pop("save_pretrained", None)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from pagedweight.discovery import ExpertsModule
 from pagedweight.experts import PagedExperts, TokenSlots
+from pagedweight.integrations.hf_hooks import Hooks
 from pagedweight.integrations.kv_pool import KVPool
 from pagedweight.layout import BlockId, Layout, Projection, RoutingStats
 from pagedweight.patching_pages import PageStore
@@ -36,11 +37,13 @@ class PagedModel:
 
     layout: its linear-blocks in table-row order. kv: where its caches take frames, None without budget_bytes.
     stats: what the kernels count. slots: which request slot each token of the next forward belongs to.
-    replaced: the experts modules that stood in the model. hook: calls the boundary before each of its forwards.
+    recipe: what the pages were made from, as Checkpoint.recipe. replaced: the experts modules that stood in the model.
+    hooks: call the boundary before each of its forwards.
     """
 
     replaced: Sequence[ExpertsModule] = ()
-    hook: RemovableHandle
+    recipe: Mapping[str, str] = MappingProxyType({})
+    hooks: Hooks
 
     def __init__(
         self,
@@ -136,6 +139,13 @@ class PagedModel:
             forecast_blocks=forecast_blocks(growth_tokens, 0, 0, self.config.block_tokens),
             request_kv=self._by_slot(cached_frames),
         )
+
+    def before_forward(self, **inputs: object) -> None:
+        """Call the boundary of the coming forward now, with its own arguments; the forward will not.
+
+        For a forward that is compiled with fullgraph=True. generate() does this itself.
+        """
+        self.hooks.forward.ahead((), inputs)
 
     @property
     def max_requests(self) -> int:

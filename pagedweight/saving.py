@@ -9,34 +9,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagedweight.checkpoint import FOLDER, Checkpoint, CheckpointError, CheckpointWriter
+from pagedweight.checkpoint import FOLDER, Checkpoint, CheckpointError
 from pagedweight.discovery import ExpertsModule
 from pagedweight.patching import assemble, patch
-from pagedweight.patching_model import PagedModel
 from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
-from pagedweight.saving_source import model_class, save_rest
+from pagedweight.saving_source import METHOD, model_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-def save(model: PreTrainedModel, directory: str | Path) -> None:
-    """Write a patched model with every plane and table, wherever they are now, and its policy.
-
-    What load() makes of it equals this model at the same widths, bit for bit.
-    """
-    paged = getattr(model, "pagedweight", None)
-    if not isinstance(paged, PagedModel):
-        raise ValueError(
-            "the model is not patched; quantize it into a folder with pagedweight.quantize(model, directory)"
-        )
-    directory = Path(directory)
-    writer = CheckpointWriter(directory, paged.layout)
-    save_rest(model, directory, model.state_dict())
-    for block, packed in paged.store.blocks():
-        writer.add(block, packed)
-    paged.policy.save(directory / FOLDER)
-    writer.finish()
 
 
 def load(
@@ -53,11 +34,15 @@ def load(
     kwargs: for transformers' from_pretrained (dtype, device_map to one device, attn_implementation, ...).
     CheckpointError when the folder is not a whole checkpoint; ValueError when the budget will not do.
     """
+    from pagedweight.integrations.hf_quantizer import deferred_config
+
     opened = Checkpoint.open(directory)
     _check_marked(Path(directory))
     if verify:
         opened.verify()
-    model, report = model_class(directory).from_pretrained(directory, output_loading_info=True, **kwargs)
+    model, report = model_class(directory).from_pretrained(
+        directory, config=deferred_config(directory), output_loading_info=True, **kwargs
+    )
     missing = sorted(report["missing_keys"])
     if missing:
         # transformers fills these with random numbers and warns.
@@ -81,8 +66,6 @@ def from_pretrained(
 
 def _check_marked(directory: Path) -> None:
     """CheckpointError unless config.json says that experts are paged: without it transformers makes some up."""
-    from pagedweight.integrations.hf_quantizer import METHOD
-
     path = directory / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{directory} has pages but no config.json; copy the whole folder")
@@ -99,7 +82,7 @@ def load_dense(name_or_path: str | Path, **kwargs: Any) -> PreTrainedModel:
         # transformers would complain of a malformed name on the Hub.
         raise ValueError(f"there is no folder {name_or_path}; give a model's folder or its name on the Hub")
     model = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
-    if _take_found(model) is not None:
+    if hasattr(model, "pagedweight"):
         raise ValueError(
             f"{name_or_path} holds paged experts; download it into a folder and load that with pagedweight.load"
         )

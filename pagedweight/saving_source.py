@@ -23,6 +23,10 @@ COMPANIONS = (
     *("generation_config.json", "token*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
     *("*processor_config.json", "chat_template*", "LICENSE*"),
 )
+METHOD = "pagedweight"
+# transformers takes this for the name of the weights' file and refuses it in these words, unless the quantizer is
+# registered and takes it away: otherwise it would draw random experts and go on.
+UNREGISTERED = "this folder's experts are paged, so import pagedweight first or use pagedweight.from_pretrained(folder)"
 
 
 class Source(Protocol):
@@ -152,16 +156,14 @@ def _dense_config(folder: Path) -> dict[str, Any]:
 
 def write_config(out: Path, config: Mapping[str, Any]) -> None:
     """The model's config.json with a word that its experts are paged."""
-    from pagedweight.integrations.hf_quantizer import METHOD
-
-    content = {**config, "quantization_config": {"quant_method": METHOD}}
+    content = {**config, "quantization_config": {"quant_method": METHOD}, "transformers_weights": UNREGISTERED}
     (out / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def save_rest(model: PreTrainedModel, out: Path, state: dict[str, Tensor]) -> None:
+def save_rest(model: PreTrainedModel, out: Path, state: dict[str, Tensor], **kwargs: Any) -> None:
     """Everything but the experts as transformers saves it, and a config that says so."""
-    # Not model.save_pretrained: a patched model refuses that, since it alone would lose the experts.
-    type(model).save_pretrained(model, out, state_dict=state)
+    # Not model.save_pretrained: a patched model's own writes the pages too.
+    type(model).save_pretrained(model, out, state_dict=state, **kwargs)
     write_config(out, json.loads((out / "config.json").read_text(encoding="utf-8")))
 
 

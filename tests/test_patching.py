@@ -432,13 +432,6 @@ def test_the_forecast_makes_room_for_the_sequences_that_are_there() -> None:
     assert means[1] < means[0] == 6
 
 
-def test_save_pretrained_will_not_lose_the_experts(tmp_path) -> None:
-    model = pagedweight.patch(small())
-    with pytest.raises(ValueError, match=r"use pagedweight\.save"):
-        model.save_pretrained(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_cache_without_a_budget_or_of_another_model_is_refused() -> None:
     model = pagedweight.patch(small())
     with pytest.raises(ValueError, match=r"RuntimeConfig\(budget_bytes=...\)"):

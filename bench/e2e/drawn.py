@@ -93,7 +93,7 @@ class Drawn(NamedTuple):
     def _leave(self) -> None:
         paged = getattr(self.model, "pagedweight", None)
         if paged is not None:
-            paged.hook.remove()
+            paged.hooks.take_off()
             paged.close()
             for experts in self.found:
                 self.model.set_submodule(experts.path, experts.module)

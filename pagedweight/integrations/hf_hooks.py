@@ -1,9 +1,11 @@
-"""The one hook that a patched transformers model carries: everything that happens between two forwards."""
+"""The hooks that a patched transformers model carries: everything that happens between two forwards."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -40,26 +42,70 @@ class Boundary(Protocol):
     def begin_requests(self, batch: int) -> None: ...
 
 
-def add_boundary_hook(model: nn.Module, runtime: Boundary) -> RemovableHandle:
+class Hooks(NamedTuple):
+    """What a patched model carries; take_off() removes it."""
+
+    forward: BeforeForward
+    handle: RemovableHandle
+    model: weakref.ref[nn.Module]
+
+    def take_off(self) -> None:
+        self.handle.remove()
+        vars(self.model()).pop("prepare_inputs_for_generation", None)
+
+
+def add_boundary_hooks(model: nn.Module, runtime: Boundary) -> Hooks:
     """Call the boundary before every forward of the model, generate's and direct ones alike."""
-    return model.register_forward_pre_hook(BeforeForward(runtime), with_kwargs=True)
+    before = BeforeForward(runtime)
+    own = weakref.ref(model)  # the model holds what is made here: a reference back would keep its memory
+    if hasattr(model, "prepare_inputs_for_generation") and "prepare_inputs_for_generation" not in vars(model):
+        model.prepare_inputs_for_generation = _preparing(own, before)
+    return Hooks(before, model.register_forward_pre_hook(before, with_kwargs=True), own)
+
+
+def _preparing(model: weakref.ref[nn.Module], before: BeforeForward) -> Callable[..., dict]:
+    """prepare_inputs_for_generation with the boundary after it: generate calls it once before every forward, in
+    Python, also where the forward itself is compiled into one graph."""
+    method = type(model()).prepare_inputs_for_generation
+
+    def prepare(*args: object, **kwargs: object) -> dict:
+        inputs = method(model(), *args, **kwargs)
+        mask = kwargs.get("attention_mask")
+        seen = inputs if mask is None else {**inputs, "attention_mask": mask}  # a static cache's mask is 4-D
+        before.ahead((), seen, first=kwargs.get("is_first_iteration"))
+        return inputs
+
+    prepare.__signature__ = inspect.signature(model().prepare_inputs_for_generation)
+    return prepare
 
 
 class BeforeForward:
     """A pre-hook, since that sees what only the forward knows: how many tokens are new, which are padding, the cache.
 
-    A compiled model runs it too, as ordinary Python between graphs; an exported one has no boundaries.
+    A compiled model runs it too, as ordinary Python between graphs, unless `ahead` was called: then the forward is one
+    graph. An exported model has no boundaries.
     """
 
     def __init__(self, runtime: Boundary) -> None:
         self._runtime = runtime
+        self._called_ahead = False
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if not torch.compiler.is_exporting():
+        if self._called_ahead:
+            self._called_ahead = False
+        elif not torch.compiler.is_exporting():
             self._boundary(args, kwargs)
 
-    @torch.compiler.disable(reason="pages move between graphs, not inside one: compile without fullgraph")
-    def _boundary(self, args: tuple, kwargs: dict) -> None:
+    def ahead(self, args: tuple, kwargs: dict, first: bool | None = None) -> None:
+        """The boundary of the coming forward, now. first: whether its sequences begin; by default the cache says it."""
+        self._boundary(args, kwargs, first)
+        self._called_ahead = True
+
+    @torch.compiler.disable(
+        reason="pages move between graphs, not inside one: call model.pagedweight.before_forward(...) before a forward "
+        "that is compiled with fullgraph"
+    )
+    def _boundary(self, args: tuple, kwargs: dict, first: bool | None = None) -> None:
         runtime = self._runtime
         shape = new_tokens(args, kwargs)
         if shape is None:
@@ -76,7 +122,9 @@ class BeforeForward:
         else:
             runtime.boundary(cache.missing_frames(*shape), cache.frames_by_sequence(batch))
             cache.reserve(*shape)
-        if given is None or not given.get_seq_length():
+        if first is None:
+            first = given is None or not given.get_seq_length()
+        if first:
             runtime.begin_requests(batch)
 
 

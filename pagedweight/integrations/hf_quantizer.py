@@ -1,30 +1,52 @@
-"""transformers' own hook for quantized checkpoints: build the model without expert weights, load all the rest.
+"""transformers' own hooks for quantized models: from_pretrained of a folder with pages, or of a dense one to quantize.
 
-Importing this module registers the method "pagedweight". The pages themselves never pass through the HF loader.
+Importing this module registers the method "pagedweight". The pages themselves never pass through the HF loader. It is
+imported while transformers is (see hf_register), so nothing here may import more of it than its quantizers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from pagedweight.checkpoint import FOLDER, Checkpoint, CheckpointError
 from pagedweight.discovery import ExpertsModule, find_experts
+from pagedweight.patching import assemble, patch
+from pagedweight.runtime.config import RuntimeConfig
+from pagedweight.saving_source import METHOD
 
-METHOD = "pagedweight"
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 class PagedWeightConfig(QuantizationConfigMixin):
-    """What config.json says of a checkpoint with paged experts: only that it is one."""
+    """quantization_config of a model with paged experts. In config.json it says only that they are.
 
-    def __init__(self, **kwargs: object) -> None:
+    runtime: for from_pretrained of a dense model; a folder with pages gets the defaults, or what pagedweight.load is
+    given. level: how a dense model is quantized. deferred: leave the experts out, for pagedweight.load to put in.
+    """
+
+    def __init__(
+        self, runtime: RuntimeConfig | None = None, level: str = "fast", deferred: bool = False, **_: object
+    ) -> None:
         self.quant_method = METHOD
+        self.runtime = runtime
+        self.level = level
+        self.deferred = deferred
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"quant_method": self.quant_method}
 
 
 class AwaitingPages(nn.Module):
@@ -40,38 +62,92 @@ class AwaitingPages(nn.Module):
 
 
 class PagedWeightQuantizer(HfQuantizer):
-    """Takes the experts out before loading; `found` remembers where they stood and what they were."""
+    """Takes the experts out before loading; `found` remembers where they stood and what they were.
 
-    requires_calibration = True
+    Of a dense model it leaves them in, and patches it once it is loaded.
+    """
 
-    def __init__(self, quantization_config: QuantizationConfigMixin, **kwargs: object) -> None:
+    found: list[ExpertsModule] | None = None
+    folder: Path
+
+    def __init__(self, quantization_config: PagedWeightConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
+        self._has_pages = self.pre_quantized
         # What the loader sees is an ordinary dense model, to be cast like one: of a quantized one, transformers 5.17
         # would leave every renamed tensor in the file's dtype.
         self.pre_quantized = False
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: object) -> None:
-        self.found: list[ExpertsModule] = find_experts(model, on_meta=True)
-        for experts in self.found:
+    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """The first to see the config, from transformers 5.18 on."""
+        return _without_warning(config)
+
+    def update_tp_plan(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """The first to see the config, up to transformers 5.17."""
+        return _without_warning(config)
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        found = find_experts(model, on_meta=True)
+        if not self._has_pages:
+            return
+        if not self.quantization_config.deferred:
+            self.folder = Path(checkpoint_files[0]).parent
+            if not (self.folder / FOLDER).is_dir():
+                raise CheckpointError(
+                    f"{self.folder} has no folder {FOLDER} with the pages of its experts; download the whole of it"
+                )
+            Checkpoint.open(self.folder).verify()
+        for experts in found:
             experts.drop_weights()
             model.set_submodule(experts.path, AwaitingPages(experts.biases()))
+        self.found = found
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        if self.quantization_config.deferred:
+            return
+        config = self.quantization_config.runtime or RuntimeConfig()
+        found = take_found(model)
+        if found is None:
+            patch(model, config=config, level=self.quantization_config.level)
+        else:
+            assemble(model, found, model.device, self.folder, None, config)
 
     def is_serializable(self, *args: object, **kwargs: object) -> bool:
         return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
 
     @property
     def is_trainable(self) -> bool:
         return False
 
 
+def _without_warning(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config without the words that stop those who lack this module."""
+    if hasattr(config, "transformers_weights"):
+        del config.transformers_weights
+    return config
+
+
+def deferred_config(directory: str | Path) -> PreTrainedConfig:
+    """The config of a folder with pages, so that from_pretrained leaves its experts to the caller."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory)
+    config.quantization_config = {"quant_method": METHOD, "deferred": True}
+    return config
+
+
 def take_found(model: PreTrainedModel) -> list[ExpertsModule] | None:
-    """The experts that were taken out of a freshly loaded model, which then is an ordinary model again; None when it
-    was not loaded from paged files."""
+    """Make a freshly loaded model an ordinary one again; the experts that were taken out of it, None if none were."""
     quantizer = getattr(model, "hf_quantizer", None)
     if not isinstance(quantizer, PagedWeightQuantizer):
         return None
     quantizer.remove_quantization_config(model)
-    for experts in quantizer.found:
+    for experts in quantizer.found or ():
         loaded = dict(model.get_submodule(experts.path).named_parameters())
         experts.put_biases({name: bias.detach() for name, bias in loaded.items()})
     return quantizer.found

@@ -479,6 +479,24 @@ def test_cases_65_and_68_a_captured_graph_follows_the_tables_without_a_sync():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("gate", GATES, ids=lambda gate: f"{gate[0]}-{'gated' if gate[1] else 'alone'}-{gate[2]}")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_gate_through_the_op_eager_and_captured(gate, dtype):
+    activation, gated, limit = gate
+    layer = make_layer(5, 256, 192, activation=activation, gated=gated, limit=limit, biases=dtype)
+    bits = draw_bits(layer)
+    batch, arguments = _gpu_call(layer, layer.place(bits), 7, 2, dtype)
+    batch[0].mul_(4)
+    expected = layer.moe(batch[0].cpu(), batch[1].cpu(), batch[2].cpu(), bits)
+    assert_close(fused_moe(*batch, **arguments).cpu(), expected, dtype)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fused_moe(*batch, **arguments)
+    graph.replay()
+    assert_close(out.cpu(), expected, dtype)
+
+
+@pytest.mark.gpu
 def test_case_116_first_launches_from_four_threads():
     layers_ = [make_layer(3, hidden, 96) for hidden in (160, 224)]
     calls = [_gpu_call(layer, layer.place(draw_bits(layer)), 5, 2) for layer in layers_]

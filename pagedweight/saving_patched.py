@@ -1,0 +1,57 @@
+"""Writes a patched model to a folder: what pagedweight.save and the model's own save_pretrained do."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pagedweight.checkpoint import FOLDER, CheckpointWriter
+from pagedweight.patching_model import PagedModel
+from pagedweight.saving_source import save_rest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Arguments of transformers' save_pretrained that concern only the files beside the pages.
+PASSED_ON = ("max_shard_size",)
+
+
+def save(model: PreTrainedModel, directory: str | Path, **kwargs: Any) -> None:
+    """Write a patched model with every plane and table, wherever they are now, and its policy.
+
+    What load() makes of it equals this model at the same widths, bit for bit.
+    kwargs: max_shard_size, for transformers' part of the files. ValueError for any other.
+    """
+    paged = getattr(model, "pagedweight", None)
+    if not isinstance(paged, PagedModel):
+        raise ValueError(
+            "the model is not patched; quantize it into a folder with pagedweight.quantize(model, directory)"
+        )
+    unknown = sorted(kwargs.keys() - set(PASSED_ON))
+    if unknown:
+        raise ValueError(
+            f"a patched model cannot be saved with {', '.join(unknown)}; it takes {', '.join(PASSED_ON)}, and to share "
+            "it, upload the folder"
+        )
+    directory = Path(directory)
+    writer = CheckpointWriter(directory, paged.layout, recipe=paged.recipe)
+    save_rest(model, directory, model.state_dict(), **kwargs)
+    for block, packed in paged.store.blocks():
+        writer.add(block, packed)
+    paged.policy.save(directory / FOLDER)
+    writer.finish()
+
+
+def saver(model: PreTrainedModel) -> Callable[..., None]:
+    """Stands in for the model's save_pretrained, which would leave out the experts without a word."""
+    # The model holds this function: a reference back would keep its memory until a garbage collection.
+    own = weakref.ref(model)
+
+    def save_pretrained(save_directory: str | Path, **kwargs: Any) -> None:
+        if not kwargs.get("push_to_hub", True):
+            del kwargs["push_to_hub"]
+        save(own(), save_directory, **kwargs)
+
+    return save_pretrained

@@ -1,0 +1,114 @@
+"""transformers' own ways to load and save, with paged experts: in any order of imports, from pages and from weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the hf extra")
+
+from transformers import AutoModelForCausalLM
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+import pagedweight
+from pagedweight import RuntimeConfig
+from pagedweight.checkpoint import FOLDER, CheckpointError
+from tests.hf_models import FAMILIES, mixtral_m8, quantized_folder, tokens
+
+IDS = tokens(2, 9)
+ROOT = Path(__file__).parents[2]
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    return model(IDS).logits
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_from_pretrained_of_a_folder_with_pages_gives_the_patched_model(family: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(quantized_folder(family))
+    assert torch.equal(logits(model), logits(pagedweight.load(quantized_folder(family))))
+    assert model.pagedweight.snapshot().mean_bits == 6
+    assert not hasattr(model.config, "quantization_config")
+    model.save_pretrained(tmp_path)
+    assert digests(tmp_path) == digests(quantized_folder(family))
+
+
+def test_from_pretrained_of_a_dense_folder_quantizes_as_it_loads(tmp_path: Path) -> None:
+    mixtral_m8().save_pretrained(tmp_path / "dense")
+    config = pagedweight.PagedWeightConfig(runtime=RuntimeConfig(budget_bytes=750_000))
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "dense", quantization_config=config, experts_implementation="eager"
+    )
+    assert model.pagedweight.snapshot().mean_bits < 6
+    with model.pagedweight.held_at(4):
+        expected = pagedweight.load(quantized_folder("M8"))
+        expected.pagedweight.set_bits(4)
+        torch.testing.assert_close(logits(model), logits(expected))
+    model.save_pretrained(tmp_path / "paged")
+    assert digests(tmp_path / "paged").keys() == digests(quantized_folder("M8")).keys()
+
+
+def test_files_may_be_sharded_and_come_back_byte_for_byte(tmp_path: Path) -> None:
+    model = pagedweight.load(quantized_folder("G16"))
+    first, again = tmp_path / "first", tmp_path / "again"
+    model.save_pretrained(first, max_shard_size="20KB")
+    assert len(list(first.glob("model-*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(first)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(logits(loaded), logits(model))
+    pagedweight.save(loaded, again, max_shard_size="20KB")
+    assert digests(again) == digests(first)
+
+
+def test_what_save_pretrained_cannot_do_is_said(tmp_path: Path) -> None:
+    model = pagedweight.patch(mixtral_m8(), checkpoint=quantized_folder("M8"))
+    with pytest.raises(ValueError, match="cannot be saved with push_to_hub, state_dict; it takes max_shard_size"):
+        model.save_pretrained(tmp_path, state_dict={}, push_to_hub=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_the_import_transformers_refuses_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would otherwise make up the experts: the error has to come from what the folder itself says."""
+    monkeypatch.delitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "pagedweight")
+    with pytest.raises(ValueError, match=r"import pagedweight first or use pagedweight\.from_pretrained"):
+        AutoModelForCausalLM.from_pretrained(quantized_folder("M8"))
+
+
+def test_pages_that_were_not_downloaded_are_missed_at_once(tmp_path: Path) -> None:
+    for path in quantized_folder("M8").iterdir():
+        if path.name != FOLDER:
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(CheckpointError, match="has no folder pagedweight with the pages of its experts"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("first", ["pagedweight", "transformers", "transformers.modeling_utils"])
+def test_either_import_may_come_first(first: str) -> None:
+    script = f"""
+import {first}
+import pagedweight, sys
+assert ("torch" in sys.modules) == ({first!r} != "pagedweight") or {first!r} == "transformers"
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(quantized_folder("M8"))!r})
+assert model.pagedweight.snapshot().mean_bits == 6
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_config_says_what_a_stranger_needs() -> None:
+    config = json.loads((quantized_folder("M8") / "config.json").read_text(encoding="utf-8"))
+    assert config["quantization_config"] == {"quant_method": "pagedweight"}
+    assert config["model_type"] == "mixtral"
