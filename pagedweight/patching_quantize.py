@@ -49,6 +49,7 @@ def quantized_blocks(
     Damage is in nats with stakes, and in weighted squared weights without.
     """
     names = [[BlockId(shape.layer, e, projection) for e in range(shape.experts)] for projection in Projection]
+    stakes = None if stakes is None else tuple(own.on(weights[0].device) for own in stakes)
     given = [_stacked(importance or {}, named, weight) for named, weight in zip(names, weights, strict=True)]
     stacks = [
         quantize_experts(

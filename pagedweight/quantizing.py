@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,16 +14,16 @@ import torch
 from pagedweight.calibration.collect import collect, refuse_other_forms
 from pagedweight.calibration.sensitivity import warn_of_cold_experts
 from pagedweight.calibration.statistics import Statistics
-from pagedweight.calibration.stored import save_statistics, statistics_digest
+from pagedweight.calibration.stored import is_whole, load_statistics, save_statistics, statistics_digest
 from pagedweight.calibration.text import Text, Windows, windows_of
 from pagedweight.calibration.tuning import TuningOptions
 from pagedweight.discovery import find_experts
-from pagedweight.layout import Layout, normalized_widths
+from pagedweight.layout import normalized_widths
 from pagedweight.patching import WIDTHS
 from pagedweight.patching_pages import layout_of
 from pagedweight.patching_quantize import Importance
 from pagedweight.quant.levels import Settings, check_level
-from pagedweight.quantizing_tuned import write_tuned
+from pagedweight.quantizing_tuned import DRAFT, write_tuned
 from pagedweight.saving import load_dense
 from pagedweight.saving_names import UnknownConversion
 from pagedweight.saving_quantize import Job, Progress, write_folder
@@ -73,39 +75,89 @@ def quantize(
     if folder is not None and out.exists() and folder.samefile(out):
         raise ValueError(f"{out} holds the model itself; write to another folder")
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    text = None
-    if calibration is not None and not isinstance(calibration, Statistics):
-        text = windows_of(calibration, lambda: tokenizer or _tokenizer(folder), count=windows)
+    if not isinstance(calibration, Statistics | None):
+        calibration = windows_of(calibration, lambda: tokenizer or _tokenizer(folder), count=windows)
     source = _source(model_or_path if folder is None else folder, device)
     layout = layout_of([experts.shape for experts in source.found], widths, codebooks)
     settings = Settings(level, layout.widths, layout.codebooks, seed)
-    model = None
-    if text is not None:
-        refuse_other_forms(source.found)
-        model = model_or_path if folder is None else load_dense(folder).to(device)
-        calibration = _statistics(model, text, seed, progress)
-        if keep_statistics is not None:
-            save_statistics(calibration, keep_statistics)
-    if calibration is not None:
-        _check_statistics(calibration, layout)
-        warn_of_cold_experts(calibration)
-    recipe = {"level": level, "seed": str(seed)}
-    if calibration is not None:
-        recipe["calibration"] = statistics_digest(calibration)
-    if source.identity() is not None and importance is None:
-        recipe["source"] = source.identity()
-    job = Job(source, out, layout, settings, calibration, importance, recipe, progress)
-    if level == "best" and model is not None:
-        write_tuned(job, model, text, tuning or TuningOptions(seed=seed))
+    job = Job(source, out, layout, settings, None, importance, _recipe(source, settings, importance), progress)
+    if isinstance(calibration, Windows):
+        dense = (lambda: model_or_path) if folder is None else (lambda: load_dense(folder).to(device))
+        _write_from_text(job, calibration, dense, keep_statistics, tuning or TuningOptions(seed=seed))
     else:
-        write_folder(job)
+        digest = {} if calibration is None else {"calibration": statistics_digest(calibration)}
+        write_folder(_weighed(job._replace(recipe=job.recipe | digest), calibration))
     return out
 
 
-def _check_statistics(statistics: Statistics, layout: Layout) -> None:
+def _recipe(source: Source, settings: Settings, importance: Importance | None) -> dict[str, str]:
+    recipe = {"level": settings.level, "seed": str(settings.seed)}
+    identity = source.identity()
+    # What importance a run was given is not known to the one that would go on.
+    return recipe if identity is None or importance is not None else recipe | {"source": identity}
+
+
+def _weighed(job: Job, statistics: Statistics | None) -> Job:
+    """The job with errors weighed by calibration."""
+    if statistics is None:
+        return job
     shapes = tuple(layer.shape for layer in statistics.layers)
-    if shapes != layout.moe_layers:
+    if shapes != job.layout.moe_layers:
         raise ValueError(f"the statistics are of {len(shapes)} layers of other experts; calibrate this model")
+    warn_of_cold_experts(statistics)
+    return job._replace(measured=statistics)
+
+
+def _write_from_text(
+    job: Job,
+    text: Windows,
+    dense: Callable[[], PreTrainedModel],
+    keep_statistics: str | Path | None,
+    tuning: TuningOptions,
+) -> None:
+    """dense: loads the model whole, or gives the one that is loaded."""
+    refuse_other_forms(job.source.found)
+    job = job._replace(recipe=job.recipe | {"calibration": _digest(text)})
+    statistics, model = _calibrated(job, text, dense)
+    if keep_statistics is not None:
+        save_statistics(statistics, keep_statistics)
+    job = _weighed(job, statistics)
+    if job.settings.level == "best":
+        write_tuned(job, model or dense(), text, tuning)
+    else:
+        del model
+        write_folder(job)
+    shutil.rmtree(job.out / DRAFT, ignore_errors=True)
+
+
+def _calibrated(
+    job: Job, windows: Windows, dense: Callable[[], PreTrainedModel]
+) -> tuple[Statistics, PreTrainedModel | None]:
+    """Statistics of the windows, and the model if it had to be loaded for them.
+
+    A run that may go on keeps them: a GPU's sums differ in their last bits from run to run, and so would codes.
+    """
+    resumable = "source" in job.recipe
+    kept = job.out / DRAFT / f"statistics-{_name_of(job.recipe)}" if resumable else None
+    if kept is not None and is_whole(kept):
+        return load_statistics(kept), None
+    model = dense()
+    statistics = _statistics(model, windows, job.settings.seed, job.progress)
+    if kept is not None:
+        save_statistics(statistics, kept)
+    return statistics, model
+
+
+def _name_of(recipe: Mapping[str, str]) -> str:
+    """Tells what statistics were taken from: the same for every level."""
+    parts = (recipe["source"], recipe["calibration"], recipe["seed"])
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
+
+def _digest(windows: Windows) -> str:
+    digest = hashlib.sha256(str(tuple(windows.tokens.shape)).encode())
+    digest.update(windows.tokens.numpy().tobytes() + windows.mask.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _source(model_or_folder: PreTrainedModel | Path, device: torch.device) -> Source:

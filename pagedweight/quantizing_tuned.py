@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,7 +46,6 @@ def write_tuned(job: Job, model: PreTrainedModel, windows: Windows, options: Tun
         finish_folder(job, writer)
     finally:
         writer.close()
-    shutil.rmtree(draft_folder)
 
 
 def _draft(job: Job, folder: Path) -> Checkpoint:

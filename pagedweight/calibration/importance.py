@@ -38,6 +38,10 @@ class Importance(NamedTuple):
         """Importance for the quantizer, fp32 (E, 1, K): a row's codes do not depend on the row's own factor."""
         return self.columns[:, None, :]
 
+    def on(self, device: torch.device) -> Importance:
+        """The same on another device."""
+        return self._replace(**{name: t.to(device) for name, t in self._asdict().items() if isinstance(t, Tensor)})
+
     @property
     def correlated(self) -> bool:
         """Whether second moments say more than their diagonal."""

@@ -44,6 +44,11 @@ def save_statistics(statistics: Statistics, folder: str | Path) -> None:
     sync_and_rename(unfinished, folder / DOCUMENT)
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether save_statistics came to its end there."""
+    return (folder / DOCUMENT).is_file()
+
+
 def load_statistics(folder: str | Path, device: torch.device | str = "cpu") -> Statistics:
     """What save_statistics wrote; a layer's sums are read whenever they are asked for.
 

@@ -24,6 +24,9 @@ class Stakes(Protocol):
     def correlated(self) -> bool:
         """Whether second moments say more than their diagonal."""
 
+    def on(self, device: torch.device) -> Stakes:
+        """The same on another device."""
+
     def weights(self) -> Tensor:
         """Importance of the columns, fp32 (E, 1, K)."""
 
