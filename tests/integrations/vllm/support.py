@@ -54,7 +54,7 @@ def some_prompts(count: int = 3, length: int = 20) -> list[list[int]]:
     return torch.randint(2, VOCABULARY, (count, length), generator=generator).tolist()
 
 
-def serve(*runs: dict[str, Any], in_process: bool = True, timeout: int = 280) -> list[dict[str, Any]]:
+def serve(*runs: dict[str, Any], in_process: bool = True, timeout: int = 500) -> list[dict[str, Any]]:
     """What each run gave; vLLM's own log is shown when it fails."""
     environment = {
         **os.environ,

@@ -20,7 +20,7 @@ pytest.importorskip("vllm", reason="needs vLLM: see docs/vllm.md")
 import requests
 from openai import AsyncOpenAI
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 CLIENTS, TOKENS = 32, 150
 # 32 requests of about 160 tokens fill 160 blocks of 32; the planes above 2 bits want 13.

@@ -10,9 +10,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: see docs/vllm.md")
 
+import vllm.version
+
 from tests.integrations.vllm.support import paged, run, serve, some_prompts, write_dense, write_paged
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 # Six requests of 170 tokens want 36 blocks of 32 tokens; the planes above 2 bits take 19 of them.
 LONG, SHORT = (some_prompts(6), 150), (some_prompts(1), 60)
@@ -106,3 +108,17 @@ def test_prefixes_cached_at_another_precision_are_not_reused_if_one_asks_for_tha
     for hits in found:
         assert hits[1] > hits[0], "the same prompt at the same precision is not computed again"
     assert found[0][3] == found[0][2]
+
+
+def test_tokens_are_the_same_with_guessed_ones_checked_in_the_same_step(folder: Path) -> None:
+    guesses = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    repeating = ([some_prompts(1, 6)[0] * 4], 40)
+    plain, guessed = serve(run(folder, repeating), run(folder, repeating, speculative_config=guesses))
+    assert guessed["tokens"] == plain["tokens"]
+
+
+def test_tokens_are_the_same_when_the_model_is_compiled(folder: Path) -> None:
+    if vllm.version.__version__ < "0.32":
+        pytest.skip("tried with vLLM 0.32 only: before, experts on a CPU are not compiled")
+    eager, compiled = serve(run(folder), run(folder, enforce_eager=False))
+    assert compiled["tokens"] == eager["tokens"]

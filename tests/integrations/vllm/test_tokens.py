@@ -10,7 +10,7 @@ pytest.importorskip("vllm", reason="needs vLLM: see docs/vllm.md")
 
 from tests.integrations.vllm.support import FAMILIES, paged, run, serve, write_dense, write_paged
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
