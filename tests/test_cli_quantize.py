@@ -166,6 +166,7 @@ def test_case_29_calibration_text_that_will_not_do_is_refused(paged: Path, dense
         assert message in refused("quantize", dense, tmp_path / "out", "--data", tmp_path / name)
     assert "give --data" in refused("calibrate", paged)
     assert "quantize the model into" in refused("calibrate", tmp_path, "--data", tmp_path / "lines.txt")
+    assert "methods are gradient, forward" in refused("calibrate", paged, "--data", "x", "--method", "guess")
     assert "heads is 'round'" in refused("calibrate", paged, "--data", tmp_path / "lines.txt", "--heads", "round")
     assert not (tmp_path / "out").exists()
 

@@ -12,6 +12,7 @@ from pagedweight.calibration.statistics import MOMENT_COLUMNS, Statistics
 from pagedweight.discovery import ExpertsModule
 from pagedweight.discovery_storage import FusedStorage
 
+METHODS = ("gradient", "forward")
 LABELS = ("sampled", "text")
 PROBE_SHARE = 0.05  # noise per RMS of a layer's output: large beside fp32 rounding, small enough to be second order
 
@@ -68,6 +69,14 @@ def collect(
     if method == "forward":
         _weigh_layers(model, experts, first, statistics, seed)
     return statistics
+
+
+def check_method(method: str, labels: str) -> None:
+    """ValueError unless both are known to `collect`."""
+    if method not in METHODS or labels not in LABELS:
+        raise ValueError(
+            f"method is {method!r} with labels {labels!r}; methods are {', '.join(METHODS)}, labels {', '.join(LABELS)}"
+        )
 
 
 def refuse_other_forms(found: Sequence[ExpertsModule]) -> None:

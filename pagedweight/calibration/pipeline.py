@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pagedweight.calibration.collect import collect
+from pagedweight.calibration.collect import check_method, collect
 from pagedweight.calibration.divergence import take_reference
 from pagedweight.calibration.gains import measure_gains, with_gains
 from pagedweight.calibration.residual import FEWEST_SEQUENCES, Residual, better_residual, fit_residual
@@ -120,6 +120,7 @@ def calibrate(
     """
     opened = Checkpoint.open(checkpoint)
     options = options or Options()
+    check_method(options.method, options.labels)
     if options.heads not in HEADS:
         raise ValueError(f"heads is {options.heads!r}; use one of {', '.join(HEADS)}")
     data = windows_of(data, lambda: tokenizer or _tokenizer(checkpoint), length=length, count=windows)
