@@ -1,7 +1,7 @@
 """Tokens of the demo model under vLLM on a GPU, with CUDA graphs, row by row, each in a process of its own.
 
     python -m bench.vllm.gpu_tokens prepare FOLDER
-    python -m bench.vllm.gpu_tokens dense4|4|4-eager|6|roomy|pressed FOLDER     (at the same time, if you like)
+    python -m bench.vllm.gpu_tokens dense4|4|4-eager|6|roomy|pressed FOLDER [ATTENTION BACKEND]   (all at once, if so)
     python -m bench.vllm.gpu_tokens compare FOLDER
 
 dense4: vLLM's own experts on weights rebuilt from the 4-bit codes, in fp16, which holds them exactly. roomy: dynamic
@@ -45,7 +45,7 @@ def prepare(folder: Path) -> None:
     model.save_pretrained(folder / "dense4")
 
 
-def row(name: str, folder: Path) -> None:
+def row(name: str, folder: Path, attention: str | None = None) -> None:
     from vllm import LLM, SamplingParams
 
     options = {"offload_free_blocks": 4, "reload_free_blocks": 8}
@@ -65,6 +65,7 @@ def row(name: str, folder: Path) -> None:
         enforce_eager=name == "4-eager",
         compilation_config={} if name == "4-eager" else graphs,
         disable_log_stats=False,
+        attention_backend=attention,
         additional_config={"pagedweight": options},
     )
     prompts = np.random.default_rng(0).integers(2, 16000, (REQUESTS, PROMPT)).tolist()
@@ -100,6 +101,6 @@ def compare(folder: Path) -> None:
 if __name__ == "__main__":
     verb, place = sys.argv[1], Path(sys.argv[2])
     if verb in ROWS:
-        row(verb, place)
+        row(verb, place, *sys.argv[3:])
     else:
         {"prepare": prepare, "compare": compare}[verb](place)

@@ -35,6 +35,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--most-seconds", type=float, default=60.0)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--lock", type=Path)
+    parser.add_argument("--attention", help="vLLM's attention backend, where its own choice is not installed")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, for machines without a GPU")
     return parser.parse_args()
 
@@ -85,6 +86,7 @@ def serve(given: argparse.Namespace) -> Any:
         enable_prefix_caching=False,
         disable_log_stats=False,
         enforce_eager=given.eager,
+        attention_backend=given.attention,
         compilation_config={}
         if given.eager
         else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes},
