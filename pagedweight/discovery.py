@@ -241,6 +241,18 @@ def refuse_quantized(model: nn.Module) -> None:
         )
 
 
+def refuse_old_device(device: torch.device, found: list[ExpertsModule]) -> None:
+    """ValueError when the kernels cannot run on an NVIDIA device, or not in the model's dtype."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return
+    capability = torch.cuda.get_device_capability(device)
+    version = ".".join(map(str, capability))
+    if capability < (7, 5):
+        raise ValueError(f"{device} has compute capability {version}; the kernels need 7.5 or later")
+    if capability < (8, 0) and any(experts.dtype == torch.bfloat16 for experts in found):
+        raise ValueError(f"{device} has compute capability {version} and no bfloat16; load the model in float16")
+
+
 def refuse_absent_weights(found: list[ExpertsModule]) -> None:
     """ValueError when a weight is on the meta device, offloaded, or on another device than the rest."""
     devices: set[str] = set()

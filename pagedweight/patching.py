@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pagedweight.checkpoint import FOLDER, Checkpoint, CheckpointError
-from pagedweight.discovery import ExpertsModule, find_experts
+from pagedweight.discovery import ExpertsModule, find_experts, refuse_old_device
 from pagedweight.integrations.hf_hooks import add_boundary_hooks
 from pagedweight.layout import Layout, Projection
 from pagedweight.patching_model import PagedModel
@@ -68,6 +68,7 @@ def assemble(
     calibration: Measured | None = None,
 ) -> nn.Module:
     """Build the runtime for the experts that were found and put it in their place."""
+    refuse_old_device(device, found)
     with torch.inference_mode(False), torch.no_grad():
         opened = None if checkpoint is None else Checkpoint.open(checkpoint)
         given = () if opened is None else (opened.layout.widths, opened.layout.codebooks)

@@ -20,7 +20,7 @@ from transformers import JetMoeConfig, JetMoeForCausalLM, LlamaConfig, LlamaForC
 
 import pagedweight
 from pagedweight import RuntimeConfig
-from pagedweight.discovery import find_experts
+from pagedweight.discovery import find_experts, refuse_old_device
 from pagedweight.experts import PagedExperts
 from pagedweight.layout import BlockId, Projection
 from tests.hf_models import COMMON, FAMILIES, gemma4_g16, mixtral_m8, quantized_folder, qwen2_moe_q60, tokens
@@ -117,6 +117,46 @@ def test_case_103_the_first_meta_parameter_is_named() -> None:
         model = type(small())(small().config)
     with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.experts\.gate_up_proj is on the meta device"):
         pagedweight.patch(model)
+
+
+@pytest.mark.parametrize("config", [{"quant_method": "mxfp4"}, pagedweight.PagedWeightConfig()])
+def test_a_model_of_another_quantizer_is_refused(config: object) -> None:
+    model = small()
+    model.config.quantization_config = config
+    before, modules = fingerprint(model), [type(module).__name__ for module in model.modules()]
+    with pytest.raises(ValueError, match=r"is quantized by (mxfp4|pagedweight); load it in bfloat16"):
+        pagedweight.patch(model)
+    assert_untouched(model, before, modules)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "says"),
+    [
+        ((7, 0), torch.float16, "compute capability 7.0; the kernels need 7.5"),
+        ((7, 5), torch.bfloat16, "no bfloat16; load the model in float16"),
+        ((7, 5), torch.float16, None),
+        ((8, 0), torch.bfloat16, None),
+    ],
+)
+def test_case_123_devices_too_old_are_refused_in_a_sentence(monkeypatch, capability, dtype, says) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = [experts._replace(dtype=dtype) for experts in find_experts(small())]
+    if says is None:
+        refuse_old_device(torch.device("cuda"), found)
+    else:
+        with pytest.raises(ValueError, match=says):
+            refuse_old_device(torch.device("cuda"), found)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("keep", [False, True])
+def test_unpatch_gives_weights_in_the_dtype_the_model_has_by_then(keep: bool) -> None:
+    model = pagedweight.patch(small(), keep_original=keep).half()
+    patched = model(tokens(1, 5)).logits
+    pagedweight.unpatch(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
+    # The originals differ from the pages by the quantizer's error.
+    assert (model(tokens(1, 5)).logits - patched).abs().max() < (0.3 if keep else 0.02) * patched.abs().max()
 
 
 def test_offloaded_experts_are_refused() -> None:

@@ -15,6 +15,8 @@ from pagedweight.experts import TokenSlots
 
 PADDING = -1
 CACHE_NAMES = ("past_key_values", "cache")
+# transformers' continuous batching: sequences one after the other in a single row, and where each of them begins.
+PACKED = "cu_seq_lens_q"
 
 
 class ForwardCache(Protocol):
@@ -112,6 +114,10 @@ class BeforeForward:
             runtime.slots.reset()
             runtime.boundary()
             return
+        if kwargs.get(PACKED) is not None:
+            set_packed_slots(runtime.slots, kwargs[PACKED], shape[1], runtime.max_requests)
+            runtime.boundary()
+            return
         batch = shape[0]
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         set_slots(runtime.slots, mask, *shape, runtime.max_requests)
@@ -147,3 +153,13 @@ def set_slots(slots: TokenSlots, mask: object, batch: int, tokens: int, max_requ
     if masked:
         rows = torch.where(mask[:, -tokens:].to(device).bool(), rows, PADDING)
     slots.set(rows.reshape(-1))
+
+
+def set_packed_slots(slots: TokenSlots, begins: torch.Tensor, tokens: int, max_requests: int) -> None:
+    """Slots of sequences packed into a row of tokens; begins: (sequences + 1,), where each begins and the last ends.
+
+    What comes after the last is padding.
+    """
+    position = torch.arange(tokens, device=begins.device)
+    sequence = torch.searchsorted(begins[1:].contiguous(), position, right=True)
+    slots.set(torch.where(position < begins[-1], sequence % max_requests, PADDING).to(torch.int32))

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("transformers", reason="needs the hf extra")
 
 import pagedweight
+from pagedweight.discovery import find_experts
 from tests.hf_families import SERVED, family_model, router_weights_of, table_row
 from tests.hf_models import DenseReference, tokens
 from tests.support import assert_close
@@ -62,6 +63,23 @@ def test_a_family_is_served_in_every_way(name: str, tmp_path: Path) -> None:
     after = back.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@torch.no_grad()
+def test_case_56_gpt_oss_with_large_biases_stays_near_the_original() -> None:
+    """Halves instead of alternating rows, or a bias left out, would be off by as much as the logits themselves."""
+    model = family_model("gpt_oss")
+    for name, parameter in model.named_parameters():
+        if name.endswith("proj_bias"):
+            torch.nn.init.normal_(parameter, std=1.0, generator=torch.Generator().manual_seed(7))
+    ids = tokens(2, 7)
+    expected = model(ids).logits
+    biases = [e.biases() for e in find_experts(model)]
+    pagedweight.patch(model)
+    model.pagedweight.set_bits(6)
+    assert (model(ids).logits - expected).abs().max() < 0.1 * expected.abs().max()
+    for layer, kept in zip(model.model.layers, biases, strict=True):
+        assert all(torch.equal(getattr(layer.mlp.experts, name), bias) for name, bias in kept.items())
 
 
 @pytest.mark.parametrize("name", SERVED)
