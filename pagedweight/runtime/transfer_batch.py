@@ -59,18 +59,15 @@ class DriverCopies:
         # From CUDA 12.8 on.
         self._many = getattr(driver, "cuMemcpyBatchAsync", None)
 
-    def copy(self, target: int, source: int, size: int, stream: torch.cuda.Stream) -> None:
-        """One copy between addresses. Raises RuntimeError when the driver refuses it, as `copy_pieces` does."""
-        handle = ctypes.c_void_p(stream.cuda_stream)
-        _check(self._one(ctypes.c_uint64(target), ctypes.c_void_p(source), ctypes.c_size_t(size), handle))
-
     def copy_pieces(self, target_address: int, pieces: Pieces, stream: torch.cuda.Stream) -> None:
-        """Copy the pieces to target_address onwards, one behind the other, on a stream other than the default one."""
+        """Copy the pieces to target_address onwards, one behind the other, on a stream other than the default one.
+        Raises RuntimeError when the driver refuses.
+        """
         handle = ctypes.c_void_p(stream.cuda_stream)
         target = pieces.start - pieces.start[0] + target_address
         if self._many is None:
-            for place in zip(target.tolist(), pieces.source.tolist(), pieces.size.tolist(), strict=True):
-                self.copy(*place, stream)
+            for place, source, size in zip(target.tolist(), pieces.source.tolist(), pieces.size.tolist(), strict=True):
+                _check(self._one(ctypes.c_uint64(place), ctypes.c_void_p(source), ctypes.c_size_t(size), handle))
             return
         failed, first = ctypes.c_size_t(), ctypes.c_size_t(0)
         attributes = _Attributes(access_order=_IN_STREAM_ORDER)

@@ -58,8 +58,6 @@ class CudaEngine:
 
     def __init__(self, arena: Arena, staging_bytes: int = _STAGING_BYTES) -> None:
         self._device = arena.memory.device
-        self._frame_bytes = arena.frame_bytes
-        self._address = arena.memory.data_ptr()
         self._rows = arena.rows
         self._words = arena.rows.view(_WORD)
         self._copy_stream = torch.cuda.Stream(self._device)
@@ -105,19 +103,12 @@ class CudaEngine:
         return _EventTicket(torch.cuda.current_stream(self._device))
 
     def write_now(self, copies: Sequence[FrameCopy]) -> None:
-        stream = torch.cuda.current_stream(self._device)
         locked = _page_locked([host for _, host in copies])
-        with torch.cuda.device(self._device):
-            for (frames, host), is_locked in zip(copies, locked, strict=True):
-                for start, stop in _runs(frames):
-                    first = int(frames[start])
-                    piece = host[start * self._frame_bytes : stop * self._frame_bytes]
-                    if is_locked:
-                        target = self._address + first * self._frame_bytes
-                        self._copies.copy(target, piece.data_ptr(), piece.numel(), stream)
-                    else:
-                        target = self._rows[first : first + stop - start].view(-1)
-                        target.copy_(piece.pin_memory(), non_blocking=True)
+        for (frames, host), is_locked in zip(copies, locked, strict=True):
+            pieces = (host if is_locked else host.pin_memory()).view(len(frames), -1)
+            for start, stop in _runs(frames):
+                first = int(frames[start])
+                self._rows[first : first + stop - start].copy_(pieces[start:stop], non_blocking=True)
 
     def relocate(self, sources: np.ndarray, targets: np.ndarray) -> None:
         ids = self._on_device(np.stack([sources, targets]))
