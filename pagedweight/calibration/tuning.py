@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -26,12 +26,17 @@ from pagedweight.layout import BlockId, Layout, PackedBlock, Projection
 
 FP16_MAX = torch.finfo(torch.float16).max
 GROUP_WEIGHTS = 1 << 26  # looked up at once, in fp32
+HELD_OUT_SHARE = 1 / 8  # of the windows, to choose how much of the way to go
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 TUNED_WIDTHS = (2, 3, 4)  # above them the divergence is too small to be worth the steps
 
 
 class TuningOptions(NamedTuple):
-    """epochs: passes over the windows for each width. rows: windows per step. rate: the largest step of an entry, in
-    units of its row's mean absolute entry."""
+    """epochs: passes over the windows for each width. rows: windows per step.
+
+    rate: the largest step of an entry, in units of the gap between its row's entries: what a width may gain shrinks
+    with the gap, and steps that suit 2 bits would undo more than that at 4.
+    """
 
     epochs: int = 2
     rows: int = 8
@@ -58,7 +63,10 @@ class _Tables:
     """The 16-bit tables of one width, all linear-blocks of one layer, as parameters on the experts' device.
 
     codes: by projection, uint8 (E, N, K). steps: by projection, fp32 (E, N, 2^b), how far entries have moved.
+    share: of the steps that counts.
     """
+
+    share = 1.0
 
     def __init__(self, experts: ExpertsModule, bits: int, block: Callable[[BlockId], PackedBlock]) -> None:
         self._layer, self._bits = experts.shape.layer, bits
@@ -70,7 +78,7 @@ class _Tables:
             start = torch.stack([one.tables[bits].to(device).float() for one in packed])
             self.codes.append(torch.stack(codes))
             self._start.append(start)
-            self._unit.append(start.abs().mean(-1, keepdim=True))
+            self._unit.append((start.amax(-1, keepdim=True) - start.amin(-1, keepdim=True)) / (start.shape[-1] - 1))
             self.steps.append(torch.zeros_like(start, requires_grad=True))
 
     def groups(self) -> Iterator[slice]:
@@ -81,7 +89,7 @@ class _Tables:
             yield slice(first, min(first + size, experts))
 
     def values(self, projection: Projection, experts: slice) -> Tensor:
-        moved = self._unit[projection][experts] * self.steps[projection][experts]
+        moved = self.share * self._unit[projection][experts] * self.steps[projection][experts]
         return self._start[projection][experts] + moved
 
     def weights(self, projection: Projection, experts: slice) -> Tensor:
@@ -130,15 +138,21 @@ def tune_tables(
     """By width, every linear-block's table after tuning, (N, 2^b) fp16 on the CPU; the model is as it was afterwards.
 
     model: with its own weights, the teacher. block: the packed linear-blocks. Only 16-bit tables are tuned, one width
-    at a time with every linear-block at it. The order of the windows is the seed's; equal inputs give equal tables.
+    at a time with every linear-block at it. Some windows are held out; entries go the share of their way that diverges
+    least on those, which is none where tuning does not help. The order of the windows is the seed's; equal inputs give
+    equal tables. With a single window nothing is tuned.
     advance: called after each of `tuning_steps` steps.
     """
     options = options or TuningOptions()
     reference = take_reference(model, windows, rows=options.rows)
+    order = torch.from_numpy(np.random.default_rng(options.seed).permutation(len(windows.tokens)))
+    held_out, training = order[: _held_out(windows)], order[_held_out(windows) :]
     tuned = {}
     for bits in tuned_widths(layout, widths):
         tables = [_Tables(experts, bits, block) for experts in found]
-        _descend(model, found, tables, reference, options, advance)
+        with _looked_up(model, found, tables):
+            _descend(model, tables, reference, training, options, advance)
+            _choose_share(model, tables, reference, held_out, options.rows)
         by_layer = {experts.shape.layer: own for experts, own in zip(found, tables, strict=True)}
         tuned[bits] = {one: by_layer[one.layer].tuned(one) for one in layout.blocks()}
     return tuned
@@ -151,25 +165,18 @@ def tuned_widths(layout: Layout, widths: Sequence[int] = TUNED_WIDTHS) -> list[i
 
 def tuning_steps(layout: Layout, windows: Windows, options: TuningOptions, widths: Sequence[int] = TUNED_WIDTHS) -> int:
     """How many steps tune_tables will take."""
-    return len(tuned_widths(layout, widths)) * options.epochs * -(-len(windows.tokens) // options.rows)
+    training = len(windows.tokens) - _held_out(windows)
+    return len(tuned_widths(layout, widths)) * options.epochs * -(-training // options.rows)
 
 
-def _descend(
-    model: nn.Module,
-    found: Sequence[ExpertsModule],
-    tables: Sequence[_Tables],
-    reference: Reference,
-    options: TuningOptions,
-    advance: Callable[[], None],
-) -> None:
-    order = np.random.default_rng(options.seed)
-    optimizer = torch.optim.Adam([s for own in tables for s in own.steps], lr=options.rate, betas=(0.9, 0.95))
-    count = len(reference.windows.tokens)
-    batches = [
-        torch.from_numpy(part)
-        for _ in range(options.epochs)
-        for part in np.split(order.permutation(count), range(options.rows, count, options.rows))
-    ]
+def _held_out(windows: Windows) -> int:
+    """How many windows do not train."""
+    return max(1, round(HELD_OUT_SHARE * len(windows.tokens)))
+
+
+@contextmanager
+def _looked_up(model: nn.Module, found: Sequence[ExpertsModule], tables: Sequence[_Tables]) -> Iterator[None]:
+    """The model with its experts' weights looked up in the tables, in eval mode and frozen."""
     with ExitStack() as undo:
         undo.enter_context(evaluating(model))
         undo.enter_context(frozen(model))
@@ -177,14 +184,51 @@ def _descend(
         undo.enter_context(sdpa_kernel(SDPBackend.MATH))
         for experts, own in zip(found, tables, strict=True):
             undo.enter_context(replaced_forward(experts.module, _experts_forward(experts.module, own)))
-        for step, batch in enumerate(batches):
-            for group in optimizer.param_groups:
-                group["lr"] = options.rate * (0.05 + 0.95 * math.cos(math.pi / 2 * step / len(batches)) ** 2)
-            optimizer.zero_grad()
-            with torch.enable_grad():
-                _divergence(model, reference, batch).backward()
-            optimizer.step()
-            advance()
+        yield
+
+
+def _descend(
+    model: nn.Module,
+    tables: Sequence[_Tables],
+    reference: Reference,
+    training: Tensor,
+    options: TuningOptions,
+    advance: Callable[[], None],
+) -> None:
+    """Move the tables' steps along the gradient. training: numbers of the windows to use."""
+    order = np.random.default_rng(options.seed)
+    optimizer = torch.optim.Adam([s for own in tables for s in own.steps], lr=options.rate, betas=(0.9, 0.95))
+    count = len(training)
+    batches = [
+        training[torch.from_numpy(part)]
+        for _ in range(options.epochs)
+        for part in np.split(order.permutation(count), range(options.rows, count, options.rows))
+        if len(part)
+    ]
+    for step, batch in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = options.rate * (0.05 + 0.95 * math.cos(math.pi / 2 * step / len(batches)) ** 2)
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            _divergence(model, reference, batch).backward()
+        optimizer.step()
+        advance()
+
+
+@torch.no_grad()
+def _choose_share(
+    model: nn.Module, tables: Sequence[_Tables], reference: Reference, held_out: Tensor, rows: int
+) -> None:
+    """Set the share of the steps that diverges least on windows that did not train."""
+
+    def measured(share: float) -> float:
+        for own in tables:
+            own.share = share
+        return sum(float(_divergence(model, reference, batch)) * len(batch) for batch in held_out.split(rows))
+
+    best = min(SHARES, key=measured)
+    for own in tables:
+        own.share = best
 
 
 def _divergence(model: nn.Module, reference: Reference, batch: Tensor) -> Tensor:

@@ -40,7 +40,8 @@ def tuned(**changes: object) -> dict:
         widths=(2,),
         advance=lambda: steps.append(1),
     )
-    assert len(steps) == tuning_steps(layout_of(MODEL), windows(24, seed=1), OPTIONS, widths=(2,))
+    options = OPTIONS._replace(**changes)
+    assert len(steps) == tuning_steps(layout_of(MODEL), windows(24, seed=1), options, widths=(2,))
     return tables
 
 
@@ -80,6 +81,18 @@ def test_tuning_is_deterministic_whatever_is_looked_up_at_once(monkeypatch: pyte
         assert torch.equal(table, again[2][block])
         torch.testing.assert_close(table, alone[2][block], rtol=1e-2, atol=1e-3)
     assert any(not torch.equal(table, other[2][block]) for block, table in first[2].items())
+
+
+def test_steps_that_do_not_help_other_windows_are_not_taken() -> None:
+    """Far too large ones, and those of a single window."""
+    for tables in (tuned(rate=50.0, epochs=1)[2], tune_alone()[2]):
+        for block, table in tables.items():
+            torch.testing.assert_close(table, BLOCKS[block].tables[2], rtol=0, atol=0)
+
+
+def tune_alone() -> dict:
+    found, layout = find_experts(MODEL), layout_of(MODEL)
+    return tune_tables(MODEL, found, layout, BLOCKS.__getitem__, windows(1, seed=1), OPTIONS, widths=(2,))
 
 
 def test_the_gradient_of_a_table_is_the_sum_over_its_members() -> None:
