@@ -61,12 +61,11 @@ def install() -> None:
 def _boundary(worker: WorkerWrapperBase, commands: StepCommands, tokens: int) -> None:
     """Carry commands out, or end this process: a rank that went on with other widths, or that only raised while the
     others already wait for it in the forward, would leave them waiting for ever."""
+    carried_out = False
     try:
         rank_of(worker).boundary(commands, tokens)
-    except (RuntimeError, ValueError, AssertionError, LookupError, OSError) as error:
-        if worker.vllm_config.parallel_config.world_size == 1:
-            raise
-        _LOG.exception(
-            "expert pages could not be moved at step %d; this rank ends, and the engine with it", commands.step
-        )
-        raise SystemExit(f"expert pages could not be moved: {error}") from error
+        carried_out = True
+    finally:
+        if not carried_out and worker.vllm_config.parallel_config.world_size > 1:
+            _LOG.exception("expert pages could not be moved at step %d; the engine ends with this rank", commands.step)
+            raise SystemExit(f"expert pages could not be moved at step {commands.step}")

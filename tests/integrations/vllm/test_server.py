@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: see docs/vllm.md")
+pytest.importorskip("uvicorn", reason="vLLM's server needs it")
 
 import requests
 from openai import AsyncOpenAI
