@@ -103,7 +103,8 @@ class CudaEngine:
         return _EventTicket(torch.cuda.current_stream(self._device))
 
     def write_now(self, copies: Sequence[FrameCopy]) -> None:
-        locked = _page_locked([host for _, host in copies])
+        hosts = [host for _, host in copies]
+        locked = _page_locked(hosts, _places(hosts)[:, 0])
         for (frames, host), is_locked in zip(copies, locked, strict=True):
             pieces = (host if is_locked else host.pin_memory()).view(len(frames), -1)
             for start, stop in _runs(frames):
@@ -121,10 +122,12 @@ class CudaEngine:
     def _pieces(self, copies: Sequence[FrameCopy]) -> tuple[list[torch.Tensor], Pieces]:
         """The copies' bytes in page-locked memory, and where they lie."""
         hosts = [host for _, host in copies]
-        locked = _page_locked(hosts)
-        hosts = [host if is_locked else host.pin_memory() for host, is_locked in zip(hosts, locked, strict=True)]
-        places = [(host.untyped_storage().data_ptr(), host.data_ptr(), host.numel()) for host in hosts]
-        return hosts, pieces_of(*np.array(places, dtype=np.int64).T, self._half_bytes)
+        places = _places(hosts)
+        locked = _page_locked(hosts, places[:, 0])
+        if not all(locked):
+            hosts = [host if is_locked else host.pin_memory() for host, is_locked in zip(hosts, locked, strict=True)]
+            places = _places(hosts)
+        return hosts, pieces_of(*places.T, self._half_bytes)
 
     def _spread_ids(self, copies: Sequence[FrameCopy]) -> torch.Tensor:
         """Ids of the copies' frames, on a spread stream that comes after everything launched so far on the compute
@@ -158,11 +161,17 @@ def _settled(*streams: torch.cuda.Stream) -> Iterator[None]:
         on_error.pop_all()
 
 
-def _page_locked(hosts: list[torch.Tensor]) -> list[bool]:
-    """Which of the tensors lie in page-locked memory; the driver is asked once for each allocation."""
-    memory = [host.untyped_storage().data_ptr() for host in hosts]
-    locked = {at: host.is_pinned() for at, host in dict(zip(memory, hosts, strict=True)).items()}
-    return [locked[at] for at in memory]
+def _places(hosts: list[torch.Tensor]) -> np.ndarray:
+    """int64 (n, 3): the allocation that each tensor lies in, its address, its bytes."""
+    places = [(host.untyped_storage().data_ptr(), host.data_ptr(), host.numel()) for host in hosts]
+    return np.array(places, dtype=np.int64).reshape(-1, 3)
+
+
+def _page_locked(hosts: list[torch.Tensor], memory: np.ndarray) -> list[bool]:
+    """Which of the tensors are page-locked; the driver is asked once for each allocation."""
+    allocations, first, of = np.unique(memory, return_index=True, return_inverse=True)
+    locked = np.array([hosts[at].is_pinned() for at in first.tolist()], dtype=bool)
+    return locked[of].tolist() if len(allocations) else []
 
 
 def _runs(frames: np.ndarray) -> list[tuple[int, int]]:
