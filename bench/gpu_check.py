@@ -80,8 +80,9 @@ def check_case(layer: GpuLayer, tokens: int, per_token: int, label: str) -> list
     for dtype, limit in LIMITS.items():
         x = batch.x.to(dtype)
         paths = {"grouped": launch_fused_moe}
-        if choose_regime(x) is not launch_fused_moe:
-            paths["decode"] = fused_moe
+        regime = choose_regime(x)
+        if regime is not launch_fused_moe:
+            paths[regime.__name__.removeprefix("launch_").removesuffix("_moe")] = fused_moe
         for path, call in paths.items():
             arguments = layer.arguments(x, batch)
             errors = Errors.of(call(**arguments), expected)

@@ -8,11 +8,19 @@ import torch
 
 from pagedweight.kernels.decode.launch import can_decode, launch_decode_moe
 from pagedweight.kernels.fused_moe import launch_fused_moe
+from pagedweight.kernels.prefill.config import can_prefill
 
 
 def choose_regime(x: torch.Tensor, plain: bool = True) -> Callable[..., torch.Tensor]:
     """The launcher for (T, H) inputs, from shapes and types alone: a captured graph stays right.
 
-    plain: silu or gelu_tanh with a gate and without biases; small batches and the grouped kernels serve the rest too.
+    plain: silu or gelu_tanh with a gate and without biases; every regime serves the rest too.
     """
-    return launch_decode_moe if can_decode(x) else launch_fused_moe
+    if can_decode(x):
+        return launch_decode_moe
+    if can_prefill(x):
+        # Not at the top: it needs Gluon, which not every Triton has.
+        from pagedweight.kernels.prefill.launch import launch_prefill_moe
+
+        return launch_prefill_moe
+    return launch_fused_moe
