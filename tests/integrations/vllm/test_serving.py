@@ -16,7 +16,7 @@ from tests.integrations.vllm.support import paged, run, serve, some_prompts, wri
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-# Six requests of 170 tokens want 36 blocks of 32 tokens; the planes above 2 bits take 19 of them.
+# Six requests of 170 tokens want 36 blocks of 32 tokens; the planes above 2 bits take 23 of them.
 LONG, SHORT = (some_prompts(6), 150), (some_prompts(1), 60)
 SMALL_CACHE = {"num_gpu_blocks_override": 48, "block_size": 32, "enable_prefix_caching": False}
 TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
@@ -56,7 +56,8 @@ def test_case_101_a_rank_that_fails_ends_the_engine_and_nobody_waits(folder: Pat
 
 
 @pytest.mark.parametrize("enable_expert_parallel", [False, True])
-def test_tokens_of_two_ranks_are_those_of_one(folder: Path, enable_expert_parallel: bool) -> None:
+def test_tokens_of_two_ranks_are_those_of_one(tmp_path: Path, enable_expert_parallel: bool) -> None:
+    folder = write_paged("odd", tmp_path / "paged")
     (one,) = serve(run(folder, **paged(bits=4)))
     ranks = TWO_RANKS | {"enable_expert_parallel": enable_expert_parallel}
     (two,) = serve(run(folder, **ranks, **paged(bits=4)), in_process=False)
@@ -76,7 +77,7 @@ def test_smoke_tokens_without_pressure_are_those_of_vllms_own_experts(folder: Pa
 
 
 def test_where_static_weights_preempt_dynamic_ones_do_not(folder: Path) -> None:
-    fewer_blocks = SMALL_CACHE | {"num_gpu_blocks_override": 48 - 19}
+    fewer_blocks = SMALL_CACHE | {"num_gpu_blocks_override": 48 - 23}
     static, dynamic = serve(
         run(folder, LONG, **fewer_blocks, **paged(bits=6)),
         run(folder, LONG, SHORT, **SMALL_CACHE, **paged(**WATERMARKS)),

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: see docs/vllm.md")
 
-from tests.integrations.vllm.support import FAMILIES, paged, run, serve, write_dense, write_paged
+from tests.integrations.vllm.support import FAMILIES, ODD, paged, run, serve, write_dense, write_paged
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -26,8 +26,8 @@ def test_tokens_equal_those_of_vllms_own_experts(family: str, tmp_path: Path) ->
 
 
 def test_a_float_checkpoint_quantized_while_loading_equals_one_quantized_before(tmp_path: Path) -> None:
-    folder = write_paged("qwen2_moe", tmp_path / "paged")
-    FAMILIES["qwen2_moe"]().save_pretrained(tmp_path / "float")
+    folder = write_paged("odd", tmp_path / "paged")
+    ODD["odd"]().save_pretrained(tmp_path / "float")
     before, now = serve(
         run(folder, **paged(bits=3)),
         run(tmp_path / "float", quantization="pagedweight", **paged(bits=3)),
