@@ -230,7 +230,7 @@ def main() -> int:
     )
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
-    # cuDNN's attention plans anew for every length, some 60 ms at each step of a growing cache.
+    # cuDNN's attention keeps a plan for each shape, and a growing cache has a new one at every step.
     torch.backends.cuda.enable_cudnn_sdp(False)
     gc.disable()
     drawn = draw(options.model, options.layers, WIDTHS, options.device, BUFFER_BYTES if options.device == "cuda" else 0)
