@@ -14,7 +14,7 @@ from pagedweight.quant.refine import refine_stack
 
 # Sweeps of joint coordinate descent after weighted k-means; None leaves its tables as they are, 0 refits them only.
 LEVELS: Mapping[str, int | None] = {"fast": None, "balanced": 0, "best": 2}
-GROUP_BYTES = {"cpu": 1 << 23, "cuda": 1 << 29}  # of fp32 weights and second moments that are worked on at once
+GROUP_BYTES = {"cpu": 1 << 23, "cuda": 1 << 28}  # of fp32 weights and second moments that are worked on at once
 
 
 class Stakes(Protocol):

@@ -20,7 +20,7 @@ from pagedweight.quant.sorted_rows import fill_empty
 SEED_WIDTH = 3
 CHUNK_WEIGHTS = {"cpu": 1 << 15, "cuda": 1 << 22}  # weights in flight: the working set is about 250 bytes for each
 
-SUM_WEIGHTS = 1 << 18  # in fp64 at once
+SUM_WEIGHTS = {"cpu": 1 << 18, "cuda": 1 << 22}  # in fp64 at once
 
 
 class _Fitted(NamedTuple):
@@ -154,7 +154,7 @@ def sensitivity(weight: Tensor, packed: PackedBlock, importance: Tensor | None =
     stakes = torch.broadcast_to(stakes.to(packed.planes.device), weight.shape)
     widths = sorted(packed.tables)
     total = torch.zeros(len(widths), dtype=torch.float64, device=packed.planes.device)
-    step = max(1, SUM_WEIGHTS // weight.shape[1])
+    step = max(1, SUM_WEIGHTS.get(weight.device.type, 1 << 18) // weight.shape[1])
     for chunk in (slice(first, first + step) for first in range(0, weight.shape[0], step)):
         rows = PackedBlock(packed.planes[:, chunk], {b: t[chunk] for b, t in packed.tables.items()}, packed.columns)
         errors = [(weight[chunk].double() - dequantize(rows, bits)).square() for bits in widths]
