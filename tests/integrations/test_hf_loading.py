@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +14,18 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import pagedweight
 from pagedweight import RuntimeConfig
 from pagedweight.checkpoint import FOLDER, CheckpointError
-from tests.hf_models import FAMILIES, mixtral_m8, quantized_folder, tokens
+from pagedweight.demo.run import CHECKPOINT
+from tests.hf_models import FAMILIES, mixtral_m8, quantized_folder, qwen2_moe_q60, tokens
 
 IDS = tokens(2, 9)
 ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "transformers.md"
 
 
 @torch.no_grad()
@@ -94,13 +97,13 @@ def test_pages_that_were_not_downloaded_are_missed_at_once(tmp_path: Path) -> No
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("first", ["pagedweight", "transformers", "transformers.modeling_utils"])
+@pytest.mark.parametrize("first", ["pagedweight", "transformers.modeling_utils"])
 def test_either_import_may_come_first(first: str) -> None:
     script = f"""
 import {first}
 import pagedweight, sys
-assert ("torch" in sys.modules) == ({first!r} != "pagedweight") or {first!r} == "transformers"
-from transformers import AutoModelForCausalLM
+assert {first!r} != "pagedweight" or "torch" not in sys.modules
+from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained({str(quantized_folder("M8"))!r})
 assert model.pagedweight.snapshot().mean_bits == 6
 """
@@ -112,3 +115,24 @@ def test_the_config_says_what_a_stranger_needs() -> None:
     config = json.loads((quantized_folder("M8") / "config.json").read_text(encoding="utf-8"))
     assert config["quantization_config"] == {"quant_method": "pagedweight"}
     assert config["model_type"] == "mixtral"
+
+
+def test_the_first_hour_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """With a small model in the place of the large one, a budget to match, and the CPU."""
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    model = qwen2_moe_q60(vocab_size=len(tokenizer), num_experts=8)
+    model.save_pretrained(tmp_path / "small")
+    tokenizer.save_pretrained(tmp_path / "small")
+    monkeypatch.chdir(tmp_path)
+    code = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[0]
+    smaller = {
+        "models/Qwen1.5-MoE-A2.7B-Chat": "small",
+        "budget_bytes=10 * 2**30": "budget_bytes=2**20",
+        "max_new_tokens=400": "max_new_tokens=4",
+        'device_map="cuda"': 'device_map="cpu"',
+    }
+    for large, small in smaller.items():
+        assert code.count(large) == 1, large
+        code = code.replace(large, small)
+    exec(compile(code, GUIDE.name, "exec"), {"__name__": "guide"})
+    assert capsys.readouterr().out.count("bits, ") == 2
