@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,11 +18,13 @@ import numpy as np
 from rich.progress import MofNCompleteColumn, Progress
 
 from bench.quality_judge import Answers, Judge, take_answers
+from bench.quality_keep import Kept
 from bench.quality_parts import (
     METHODS,
     Trained,
     add_arguments,
     bootstrap_ratio,
+    command,
     load,
     machine,
     quantized,
@@ -31,7 +32,6 @@ from bench.quality_parts import (
     rows_per_forward,
     settings_of,
 )
-from pagedweight.calibration.collect import collect
 from pagedweight.calibration.statistics import Statistics
 from pagedweight.layout import Layout
 
@@ -72,14 +72,14 @@ def measure(
 def run(folder: Path, arguments: argparse.Namespace, progress: Progress) -> None:
     trained = load(folder, arguments)
     rows = rows_per_forward(arguments)
-    statistics = collect(trained.model, trained.found, trained.calibration.batches(8, trained.device))
+    statistics = Kept.of(trained, arguments.keep).statistics()
     answers = [take_answers(trained.model, text, rows=rows) for text in trained.texts.values()]
     tried = choices(arguments.parent)
     task = progress.add_task(folder.name, total=len(arguments.methods) * len(tried))
     record = {
         "settings": {**settings_of(arguments, folder), "parent": arguments.parent},
         "machine": machine(arguments.device),
-        "command": "python -m bench.codebooks " + " ".join(sys.argv[1:]),
+        "command": command("bench.codebooks"),
         "kl_nats": {},
     }
     path = arguments.out / f"codebooks-{folder.name}-{arguments.parent}bits.json"
@@ -125,7 +125,7 @@ def main() -> None:
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn()) as progress:
         for folder in arguments.models:
             run(folder, arguments, progress)
-    text = report([json.loads(path.read_text()) for path in sorted(arguments.out.glob("codebooks-*.json"))])
+    text = report([json.loads(path.read_text()) for path in sorted(arguments.out.glob("codebooks-*bits.json"))])
     (arguments.out / "codebooks.md").write_text(text, encoding="utf-8")
     print(text)
 

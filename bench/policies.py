@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +22,12 @@ from bench.policies_parts import Contest, Seen, see
 from bench.policies_plans import BUDGET_BITS, CONTENDERS, FULL, Contender, mean_bits, plan_table
 from bench.policies_report import report
 from bench.quality_judge import Judge
+from bench.quality_keep import Kept, method_slug
 from bench.quality_parts import (
     METHODS,
     Trained,
     add_arguments,
-    kept,
+    command,
     load,
     machine,
     rounded,
@@ -34,33 +35,29 @@ from bench.quality_parts import (
     settings_of,
     true_bytes,
 )
-from pagedweight.calibration.collect import collect
-from pagedweight.calibration.pipeline import Calibration, Options, calibrate_model
-from pagedweight.layout import BlockId, PackedBlock
+from pagedweight.calibration.pipeline import Options
 
 SIGNALS = ("past", "window")
 POLICY_FIELDS = ("mass_trust", "alpha", "bucket_edges", "multipliers", "floors", "depth_caps")
 
 
-def prepare(
-    trained: Trained, method: str, keep: Path | None, progress: Progress
-) -> tuple[dict[BlockId, PackedBlock], Calibration]:
-    """Linear-blocks and the policy calibrated for them, from calibration text alone."""
-    task = progress.add_task(f"{trained.name}: quantize", total=None)
-    statistics = collect(trained.model, trained.found, trained.calibration.batches(8, trained.device))
-    blocks = kept(trained, method, statistics, keep)
-    progress.remove_task(task)
+def counter(name: str, progress: Progress) -> Callable[[str, int, int], None]:
+    """A bar for each step of calibration."""
     tasks: dict[str, TaskID] = {}
 
     def note(step: str, done: int, total: int) -> None:
         if step not in tasks:
-            tasks[step] = progress.add_task(f"{trained.name}: {step}", total=total)
+            tasks[step] = progress.add_task(f"{name}: {step}", total=total)
         progress.update(tasks[step], completed=done)
 
-    made = calibrate_model(
-        trained.model, trained.layout, blocks.__getitem__, trained.calibration, Options(), note, statistics
-    )
-    return blocks, made
+    return note
+
+
+def resumed(path: Path, record: dict[str, object]) -> dict[str, object]:
+    """The record, with what an earlier run under the same settings and policy has measured."""
+    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    same = all(old.get(name) == record[name] for name in ("settings", "policy", "machine"))
+    return record | {"cells": old["cells"]} if same else record
 
 
 def measure(trained: Trained, contest: Contest, contender: Contender, budget: float) -> dict[str, dict[str, list]]:
@@ -78,33 +75,39 @@ def measure(trained: Trained, contest: Contest, contender: Contender, budget: fl
 def run(folder: Path, arguments: argparse.Namespace, progress: Progress) -> None:
     trained = load(folder, arguments)
     rows = rows_per_forward(arguments)
-    blocks, made = prepare(trained, arguments.method, arguments.keep, progress)
+    keep = Kept.of(trained, arguments.keep)
+    statistics = keep.statistics()
+    blocks = keep.blocks(arguments.method, statistics)
+    options = Options(gain_windows=arguments.gain_windows, search_windows=arguments.search_windows)
+    policy, calibration = keep.policy(arguments.method, blocks, statistics, options, counter(folder.name, progress))
     judge = Judge(trained.model, trained.found, trained.layout, blocks.__getitem__)
     contenders = [c for c in CONTENDERS if not arguments.only or c.name in (FULL, *arguments.only)]
     contenders.sort(key=lambda contender: contender.name != FULL)  # the others are put beside it
     for signals in arguments.signals:
         texts: dict[str, Seen] = {text: see(trained, text, signals, rows) for text in trained.texts}
         for counted in arguments.bytes:
-            contest = Contest(judge, made.policy, plan_table(trained.layout, counted), texts)
+            contest = Contest(judge, policy, plan_table(trained.layout, counted), texts)
             task = progress.add_task(f"{folder.name}: {signals}, {counted} bytes", total=len(contenders))
-            suffix = f"-{arguments.method.replace(', ', '-').replace(' ', '-')}-{signals}"
+            suffix = f"-{method_slug(arguments.method)}-{signals}"
             path = arguments.out / f"policies-{folder.name}{suffix}{'-true-bytes' * (counted == 'true')}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             settings = {"method": arguments.method, "bytes": counted, "signals": signals, "budgets": arguments.budgets}
             record = {
                 "settings": settings_of(arguments, folder) | settings,
                 "machine": machine(arguments.device),
-                "command": "python -m bench.policies " + " ".join(sys.argv[1:]),
-                "policy": {name: np.asarray(getattr(made.policy, name)).tolist() for name in POLICY_FIELDS},
-                "calibration": made.report(),
+                "command": command("bench.policies"),
+                "policy": {name: np.asarray(getattr(policy, name)).tolist() for name in POLICY_FIELDS},
+                "calibration": calibration,
                 "cells": {},
             }
+            record = resumed(path, record)
             for contender in contenders:
-                record["cells"][contender.name] = {
-                    str(budget): measure(trained, contest, contender, budget)
-                    for budget in contender.budgets or arguments.budgets
-                }
-                path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+                if contender.name not in record["cells"]:
+                    record["cells"][contender.name] = {
+                        str(budget): measure(trained, contest, contender, budget)
+                        for budget in contender.budgets or arguments.budgets
+                    }
+                    path.write_text(json.dumps(record) + "\n", encoding="utf-8")
                 progress.advance(task)
 
 
@@ -119,6 +122,9 @@ def main() -> None:
         "--signals", nargs="*", default=list(SIGNALS), choices=SIGNALS, help="what live policies plan from"
     )
     parser.add_argument("--budgets", nargs="*", type=float, default=list(BUDGET_BITS), help="in mean code bits")
+    defaults = Options()
+    parser.add_argument("--gain-windows", type=int, default=defaults.gain_windows, help="0 leaves the step out")
+    parser.add_argument("--search-windows", type=int, default=defaults.search_windows, help="0 leaves the search out")
     parser.add_argument("--only", nargs="*", metavar="POLICY", help="measure these policies alone")
     arguments = parser.parse_args()
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), TimeRemainingColumn()) as progress:

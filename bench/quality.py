@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,13 +20,14 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from bench.quality_damage import live_mass, measure_damage
 from bench.quality_judge import Answers, Judge, take_answers
+from bench.quality_keep import Kept
 from bench.quality_parts import (
     METHODS,
     WIDTHS,
     Trained,
     add_arguments,
     code_bytes,
-    kept,
+    command,
     load,
     machine,
     rounded,
@@ -36,7 +36,6 @@ from bench.quality_parts import (
     true_bytes,
 )
 from bench.quality_report import report
-from pagedweight.calibration.collect import collect
 from pagedweight.calibration.statistics import Statistics
 
 Advance = Callable[[], None]
@@ -59,15 +58,14 @@ class Record:
 class Run:
     """One model's measurements: what the record lacks is measured, each method's linear-blocks made once."""
 
-    def __init__(self, trained: Trained, record: Record, rows: int, keep: Path | None, progress: Progress) -> None:
+    def __init__(self, trained: Trained, record: Record, rows: int, keep: Kept, progress: Progress) -> None:
         self.trained, self.record, self.rows, self.keep, self.progress = trained, record, rows, keep, progress
         self.answers = {name: take_answers(trained.model, text, rows=rows) for name, text in trained.texts.items()}
 
-    def collect(self, rows: int) -> Statistics:
+    def collect(self) -> Statistics:
         trained = self.trained
         task = self.progress.add_task(f"{trained.name}: calibrate", total=len(trained.calibration.tokens))
-        batches = trained.calibration.batches(rows, trained.device)
-        statistics = collect(trained.model, trained.found, batches, advance=partial(self.progress.advance, task))
+        statistics = self.keep.statistics(partial(self.progress.advance, task))
         mass = [statistics.routing_mass(index).cpu().numpy() for index in range(len(trained.found))]
         seen = {name: live_mass(trained, text) for name, text in trained.texts.items()}
         texts = {name: np.split(m[::2], np.cumsum([len(own) for own in mass])[:-1]) for name, m in seen.items()}
@@ -78,7 +76,7 @@ class Run:
 
     def judge(self, method: str, statistics: Statistics) -> tuple[Judge, dict]:
         task = self.progress.add_task(f"{self.trained.name}: quantize, {method}", total=None)
-        blocks = kept(self.trained, method, statistics, self.keep)
+        blocks = self.keep.blocks(method, statistics)
         self.progress.remove_task(task)
         return Judge(self.trained.model, self.trained.found, self.trained.layout, blocks.__getitem__), blocks
 
@@ -102,10 +100,14 @@ def measure(judge: Judge, answers: dict[str, Answers], index: np.ndarray) -> dic
 def run(folder: Path, arguments: argparse.Namespace, progress: Progress) -> None:
     record = Record(arguments.out / f"quality-{folder.name}.json", settings_of(arguments, folder))
     record.content["machine"] = machine(arguments.device)
-    record.content["command"] = "python -m bench.quality " + " ".join(sys.argv[1:])
+    record.content["command"] = command("bench.quality")
     trained = load(folder, arguments)
-    running = Run(trained, record, rows_per_forward(arguments), arguments.keep, progress)
-    statistics = running.collect(min(8, running.rows))
+    record.content["bytes"] = {
+        str(b): [count(trained.layout, np.full(trained.layout.rows, b)) for count in (code_bytes, true_bytes)]
+        for b in WIDTHS
+    }
+    running = Run(trained, record, rows_per_forward(arguments), Kept.of(trained, arguments.keep), progress)
+    statistics = running.collect()
     for method in arguments.methods:
         wants_damage = arguments.plans and method in arguments.damage and method not in record.content["damage"]
         if wants_damage or any(f"{method}/{bits}" not in record.content["cells"] for bits in WIDTHS):
@@ -119,11 +121,6 @@ def run(folder: Path, arguments: argparse.Namespace, progress: Progress) -> None
                     partial(progress.advance, task),
                 )  # fmt: skip
                 record.save()
-    record.content["bytes"] = {
-        str(b): [count(trained.layout, np.full(trained.layout.rows, b)) for count in (code_bytes, true_bytes)]
-        for b in WIDTHS
-    }
-    record.save()
 
 
 def main() -> None:

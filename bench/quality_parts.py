@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import platform
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +19,6 @@ from pagedweight.bitplane import plane_words
 from pagedweight.calibration.statistics import Statistics
 from pagedweight.calibration.text import Windows, read_documents, token_windows
 from pagedweight.calibration.tuning import tune_tables
-from pagedweight.checkpoint import FOLDER, METADATA, Checkpoint, CheckpointWriter
 from pagedweight.discovery import ExpertsModule, find_experts
 from pagedweight.layout import BlockId, Layout, PackedBlock, Projection
 from pagedweight.quant.levels import Settings, quantize_experts
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="held-out text or .jsonl file, under the name that tables show; give it again for more",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--keep", type=Path, help="folder where linear-blocks are kept for another run or bench")
+    parser.add_argument("--keep", type=Path, help="folder where calibration and linear-blocks are kept for another run")
     parser.add_argument("--windows", type=int, default=64, help="held-out windows per text")
     parser.add_argument("--length", type=int, default=512, help="tokens per window")
     parser.add_argument("--calibration-windows", type=int, default=256)
@@ -114,6 +115,15 @@ def settings_of(arguments: argparse.Namespace, folder: Path) -> dict[str, object
     }
 
 
+def command(module: str) -> str:
+    """The command of this run, files and folders by their names alone."""
+    words = []
+    for word in sys.argv[1:]:
+        name, separator, path = word.rpartition("=")
+        words.append(name + separator + Path(path).name)
+    return f"python -m {module} {shlex.join(words)}"
+
+
 def machine(device: str) -> str:
     name = torch.cuda.get_device_name() if device.startswith("cuda") else platform.processor() or platform.machine()
     return f"{name}, torch {torch.__version__}"
@@ -140,26 +150,6 @@ def _tuned(trained: Trained, blocks: Mapping[BlockId, PackedBlock]) -> dict[Bloc
     tables = tune_tables(trained.model, trained.found, trained.layout, blocks.__getitem__, trained.calibration)
     moved = {block: {b: own[block].to(trained.device) for b, own in tables.items()} for block in blocks}
     return {block: packed._replace(tables=packed.tables | moved[block]) for block, packed in blocks.items()}
-
-
-def kept(trained: Trained, method: str, statistics: Statistics, keep: Path | None) -> dict[BlockId, PackedBlock]:
-    """`quantized`, or what an earlier run kept of it in the folder `keep`."""
-    if keep is None:
-        return quantized(trained, method, statistics)
-    folder = keep / f"{trained.name}-{method.replace(', ', '-').replace(' ', '-')}"
-    if not (folder / FOLDER / METADATA).exists():
-        made = quantized(trained, method, statistics)
-        writer = CheckpointWriter(folder, trained.layout)
-        for block in trained.layout.blocks():
-            writer.add(block, _moved(made[block], "cpu"))
-        writer.finish()
-    checkpoint = Checkpoint.open(folder)
-    return {block: _moved(checkpoint.block(block), trained.device) for block in trained.layout.blocks()}
-
-
-def _moved(packed: PackedBlock, device: torch.device | str) -> PackedBlock:
-    tables = {bits: table.to(device) for bits, table in packed.tables.items()}
-    return PackedBlock(packed.planes.to(device), tables, packed.columns)
 
 
 def code_bytes(layout: Layout, bits: np.ndarray) -> int:
