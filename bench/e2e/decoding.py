@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from pagedweight.runtime.controller_report import RuntimeSnapshot
 from pagedweight.runtime.frames import OutOfFrames
 
-DRIVER_STEPS = 16  # between two looks at the driver's free memory
+RESERVED_STEPS = 16  # between two looks at what this process holds of the driver's memory
 
 
 class Mark:
@@ -38,7 +38,7 @@ class Decoding:
         self.model, self.batch = model, batch
         self.cache = model.pagedweight.new_cache()
         self.seen: list[RuntimeSnapshot] = []
-        self.driver_free: list[int] = []
+        self.reserved: list[int] = []
         self._marks: list[Mark] = []
         generator = torch.Generator(model.device).manual_seed(0)
         shape = (batch, prompt_tokens)
@@ -65,8 +65,8 @@ class Decoding:
     def _mark(self) -> None:
         self._marks.append(Mark(self.model.device))
         self.seen.append(self.model.pagedweight.snapshot())
-        if self.model.device.type == "cuda" and len(self.seen) % DRIVER_STEPS == 0:
-            self.driver_free.append(torch.cuda.mem_get_info()[0])
+        if self.model.device.type == "cuda" and len(self.seen) % RESERVED_STEPS == 0:
+            self.reserved.append(torch.cuda.memory_reserved())
 
     def milliseconds(self) -> np.ndarray:
         """(steps,), from the beginning of one forward to that of the next."""

@@ -84,7 +84,7 @@ def moving(drawn: Drawn, config: RuntimeConfig, batch: int, prompt_tokens: int, 
         "longest_step_ms": float(took.max()),
         "median_step_ms": float(np.median(took)),
         "longest_restoring_step_ms": float(restored_took.max()),
-        "driver_free_bytes_spread": int(np.ptp(decoding.driver_free or [0])),
+        "reserved_bytes_spread": int(np.ptp(decoding.reserved or [0])),
         "over_time": over_time(decoding, took),
         "restoring": over_time(restoring, restored_took)[:24],
     }
