@@ -92,45 +92,77 @@ def peers() -> list[Case]:
     """The table's settings on every shape, and lut16 at one: the rows that vLLM's stand beside."""
     framed = [case for case in chosen() if case.frames == "framed"]
     rows = [case for case in framed if case.codebooks == "fast" or (case.shape, case.tokens) == ("qwen", 16)]
+    few = [DecodeConfig(cut(16, warps=2), cut(32, 1, 2, 2), 1, int8, True) for int8 in (False, True)]
+    few += [DecodeConfig(cut(8, 2, warps=2), cut(64, 1, 2), 1, False, True)]
+    rows = [case._replace(configs=case.configs + few * ((case.shape, case.tokens) == ("gemma", 1))) for case in rows]
     return rows + [case._replace(met=5) for case in rows if (case.shape, case.tokens) == ("mixtral", 4)]
 
 
 def variants() -> list[Case]:
     """What might beat the table."""
 
-    def both(tokens: int, up: ProductConfig, down: ProductConfig) -> list[DecodeConfig]:
-        return [DecodeConfig(up, down, tokens, True, True, False, prefetch) for prefetch in (False, True)]
+    def made(tokens: int, up: ProductConfig, down: ProductConfig, apart: bool) -> DecodeConfig:
+        return DecodeConfig(up, down, tokens, True, True, False, apart)
 
-    two, capped = (cut(16, warps=2), cut(32, warps=2)), replace(cut(16, warps=2), registers=112)
-    four, eight = both(4, *two), both(8, cut(32), cut(64))
-    wide = DecodeConfig(cut(32), cut(64), 4, True, True, False, True)
-    narrow = DecodeConfig(capped, replace(capped, rows=32), 4, True, True, False, True)
-    full = DecodeConfig(*(replace(c, registers=128) for c in (cut(32), cut(64))), 8, True, True, False, True)
-    cases = [Case("qwen", 16, label, "fast", [*four, wide, narrow]) for label in ("3", "4", "6", "mixed")]
-    cases += [Case("qwen", 4, label, "fast", four) for label in ("3", "4", "6", "mixed")]
-    cases += [Case("qwen", 64, label, "fast", [*eight, full, four[1]]) for label in ("3", "4", "6", "mixed")]
-    cases += [Case("mixtral", 16, label, "fast", [*eight, full, wide]) for label in ("4", "6")]
-    split = DecodeConfig(cut(32), cut(64, 1, 4), 4, True, True, False, True)
-    cases += [Case("mixtral", 4, label, "fast", [wide, split], met=5) for label in ("3", "4", "6")]
-    cases += [Case("gemma", 16, label, "fast", four) for label in ("3", "4", "6", "mixed")]
-    for shape, label in (("qwen", "3"), ("qwen", "4"), ("gemma", "3"), ("gemma", "4"), ("gemma", "mixed")):
+    two, four = (cut(16, warps=2), cut(32, warps=2)), (cut(32), cut(64))
+    short = [replace(c, stages=2) for c in two]
+    some = [
+        made(4, *two, False),
+        made(4, *two, True),
+        made(4, two[0], short[1], True),
+        made(4, *short, True),
+        made(4, cut(8, warps=1, stages=2), cut(16, warps=1, stages=2), True),
+        made(4, two[0], cut(64), True),
+    ]
+    many = [
+        made(8, *four, False),
+        made(8, *four, True),
+        made(8, four[0], cut(64, stages=2), True),
+        made(8, *two, True),
+    ]
+    cases = [Case("qwen", 16, label, "fast", some) for label in ("3", "4", "6")]
+    cases += [Case("qwen", 16, label, "lut16", some[:4]) for label in ("3", "4", "mixed")]
+    cases += [Case("qwen", 4, label, "fast", some) for label in ("4", "6")]
+    cases += [Case("qwen", 64, label, "fast", many) for label in ("4", "6")]
+    cases += [Case("qwen", 64, "4", "lut16", many[:2])]
+    for shape, label in (
+        ("qwen", "3"),
+        ("qwen", "4"),
+        ("qwen", "mixed"),
+        ("gemma", "3"),
+        ("gemma", "4"),
+        ("gemma", "mixed"),
+    ):
         cases.append(Case(shape, 1, label, "fast", one_token_variants(shape)))
-    return cases
+    cases += [Case("gemma", 16, label, "fast", some[:3]) for label in ("3", "4", "6")]
+    cases += [Case("mixtral", 16, label, "fast", many[:3]) for label in ("4", "6")]
+    split = [made(4, four[0], cut(64, 1, 4), apart) for apart in (False, True)]
+    return cases + [Case("mixtral", 4, label, "fast", split, met=5) for label in ("3", "4")]
 
 
 def one_token_variants(shape: str) -> list[DecodeConfig]:
     steps = -(-SHAPES[shape][1] // 512)
-    ups = [cut(16, 2), cut(8, 2, warps=2), cut(16, warps=2)]
-    settings = [DecodeConfig(up, cut(rows, 1, steps, rows // 16), 1, False, True) for up in ups for rows in (64, 32)]
-    settings += [DecodeConfig(up, cut(32, 1, steps, 2), 1, True, True) for up in ups[1:]]
-    return [*settings, DecodeConfig(ups[2], cut(32, warps=2), 1, True, True, True, True)]
+    ups = (
+        [cut(8, 2, warps=2), cut(16, warps=2), cut(4, 4, warps=2)]
+        if shape == "qwen"
+        else [cut(8, 2, warps=2), cut(16, warps=2)]
+    )
+    settings = [DecodeConfig(up, cut(64, 1, steps), 1, False, True) for up in ups]
+    settings += [DecodeConfig(ups[0], cut(64, 1, steps), 1, False, True, False, True)]
+    settings += [DecodeConfig(ups[0], cut(32, 1, steps, 2), 1, False, True)]
+    return [*settings, DecodeConfig(ups[1], cut(64, 1, steps), 1, True, True)]
 
 
 def small() -> list[Case]:
     """A few launches, for tools that run them slowly."""
     eight = DecodeConfig(cut(32), cut(64), 8, True, True, False, True)
+    four = DecodeConfig(cut(16, warps=2), cut(32, warps=2), 4, True, True)
     one = DecodeConfig(cut(16, warps=2), cut(64), 1, False, True)
-    return [Case("odd", 5, "mixed", "fast", [eight]), Case("odd", 1, "mixed", "lut16", [one])]
+    return [
+        Case("odd", 5, "mixed", "fast", [eight]),
+        Case("odd", 5, "mixed", "lut16", [four]),
+        Case("odd", 1, "mixed", "lut16", [one]),
+    ]
 
 
 def suite(name: str) -> list[Case]:

@@ -1,4 +1,4 @@
-"""Inline PTX: words of bit-planes to tensor-core operands, in registers. The only module that holds PTX.
+"""Inline PTX: words of bit-planes to 16-bit tensor-core operands, in registers; `assembly8` holds that of int8.
 
 A program takes two neighbouring words (w, w + 1), w even, of each plane of one row and gives 32 registers of two
 16-bit values: register j holds columns W j + w (low half) and W j + w + 1 (high half) of a block of W words. Four
@@ -133,37 +133,61 @@ def _lut16_gather(q: Program, planes: Sequence[str], table: Sequence[str], bf16:
 
 
 def _lut8(q: Program, planes: Sequence[str], table: Sequence[str], bf16: bool) -> list[str]:
-    """table: the bytes of all entries, four a register. Values are byte - 64."""
+    """table: the bytes of all entries, four a register. Values are `number_bias` + byte."""
     magic, bias = _magic(bf16)
     outputs = []
     for word in _nibbles(q, [None] * (4 - len(planes)) + list(planes)):
         for half in (0, 16):
-            selector = q.right(word, half)
-            looked = q.permute(table[0], table[1], selector)
+            looked = q.permute(table[0], table[1], q.right(word, half))
             if len(planes) == 4:
                 # prmt answers the sign of the byte where the selector's top bit is set: 0, since bytes are below 128.
                 flipped = q.right(q.emit("xor.b32", word, _hex(0x88888888)), half)
-                looked = q.emit("or.b32", looked, q.permute(table[2], table[3], flipped))
+                looked = q.emit("add.u32", looked, q.permute(table[2], table[3], flipped))
             for order in ("0x4240", "0x4341"):
-                outputs.append(_add(q, q.permute(looked, magic, order), -(bias + 64), bf16))
+                number = q.permute(looked, magic, order)
+                outputs.append(_add(q, number, -(bias + 64), bf16) if len(planes) < 4 else number)
     return outputs
 
 
-def _polynomial(q: Program, planes: Sequence[str], coefficients: Sequence[str], bf16: bool) -> list[str]:
-    """coefficients, as pairs, highest power first, of u = code - 2^(b-1) for degree 1, of u / 2^(b-1) for degree 3."""
-    middle = 1 << (len(planes) - 1)
-    exact = bf16 and len(coefficients) == 2 and len(planes) < 8
-    magic, bias = _magic(exact)
-    scale = 1.0 if len(coefficients) == 2 else 1.0 / middle
+def _affine(q: Program, planes: Sequence[str], bf16: bool) -> list[str]:
+    """Values are `number_bias` + code, of code - 128 at 8 bits."""
+    narrow = bf16 and len(planes) == 8  # bf16 holds the code, but not the code and a bias
+    magic, bias = _magic(bf16 and not narrow)
     words = _bytes(q, planes)
     outputs = []
     for j, half, pair in _order():
         number = q.permute(words[j + 4 * pair], magic, "0x4140" if half == 0 else "0x4342")
-        u = _fma(q, number, _pair(scale, exact), _pair(-(bias + middle) * scale, exact), exact)
+        if narrow:
+            number = _to_bf16(q, _add(q, number, -(bias + 128), False))
+        outputs.append(number)
+    return outputs
+
+
+def number_bias(bits: int, codebook: str, bf16: bool) -> int:
+    """What operands of lut8 and affine have beyond the byte of `tables.byte_line`.
+
+    -64 makes them values, at an addition a weight. At 4 bits, where weights cost most, the row's sum is corrected.
+    """
+    if codebook == "lut8" and bits < 4:
+        return -64
+    if codebook == "affine" and bits == 8:
+        return 0 if bf16 else 1024 + 128
+    return 128 if bf16 else 1024
+
+
+def _cubic(q: Program, planes: Sequence[str], coefficients: Sequence[str], bf16: bool) -> list[str]:
+    """coefficients, as pairs of fp16, highest power first, of (code - 2^(b-1)) / 2^(b-1)."""
+    middle = 1 << (len(planes) - 1)
+    magic, bias = _magic(False)
+    words = _bytes(q, planes)
+    outputs = []
+    for j, half, pair in _order():
+        number = q.permute(words[j + 4 * pair], magic, "0x4140" if half == 0 else "0x4342")
+        u = _fma(q, number, _pair(1.0 / middle, False), _pair(-(bias + middle) / middle, False), False)
         value = coefficients[0]
         for coefficient in coefficients[1:]:
-            value = _fma(q, value, u, coefficient, exact)
-        outputs.append(_to_bf16(q, value) if bf16 and not exact else value)
+            value = _fma(q, value, u, coefficient, False)
+        outputs.append(_to_bf16(q, value) if bf16 else value)
     return outputs
 
 
@@ -192,57 +216,8 @@ def _to_bf16(q: Program, pair: str) -> str:
     return q.emit("cvt.rn.bf16x2.f32", high, low)
 
 
-def selector_program(bits: int) -> tuple[str, str]:
-    """(PTX, constraints), pack 1: planes to 8 words of four code nibbles; for 4 bits, 8 more with the top bit flipped.
-
-    Word 2 j + h holds, in its low half, the codes at bits 4 (4 h + i) + j, i = 0..3.
-    """
-    q = Program()
-    outputs = 16 if bits == 4 else 8
-    planes = [f"${outputs + plane}" for plane in range(bits)]
-    words = _nibbles(q, [None] * (4 - bits) + planes)
-    selectors = [q.right(word, shift) for word in words for shift in (0, 16)]
-    if bits == 4:
-        flipped = [q.emit("xor.b32", word, _hex(0x88888888)) for word in words]
-        selectors += [q.right(word, shift) for word in flipped for shift in (0, 16)]
-    return q.text(selectors), ",".join(["=r"] * outputs + ["r"] * bits)
-
-
-def byte_program(bits: int) -> tuple[str, str]:
-    """(PTX, constraints), pack 1: planes to 8 words; byte i of word j is the code at bit 8 i + j."""
-    q = Program()
-    planes = [f"${8 + plane}" for plane in range(bits)]
-    if bits == 8:  # code - 128, to fit int8
-        planes[0] = q.emit("xor.b32", planes[0], _hex(0xFFFFFFFF))
-    return q.text(_bytes(q, planes)), ",".join(["=r"] * 8 + ["r"] * bits)
-
-
-def look_up_program(bits: int) -> tuple[str, str]:
-    """(PTX, constraints), pack 4: the words of `selector_program` and 2 table words, 4 for 4 bits; output 4 s + i looks
-    up selector s of word i.
-
-    A look-up in the wrong half of a table of sixteen gives 0, so the halves' answers are added.
-    """
-    q = Program()
-    words = 8 if bits < 4 else 16
-    table = [f"${32 + 4 * (words + t)}" for t in range(2 if bits < 4 else 4)]
-    outputs = []
-    for s in range(8):
-        for i in range(4):
-            looked = q.permute(*table[:2], f"${32 + 4 * s + i}")
-            if bits == 4:
-                looked = q.emit("add.u32", looked, q.permute(*table[2:], f"${64 + 4 * s + i}"))
-            outputs.append(looked)
-    return q.text(outputs), ",".join(["=r"] * 32 + ["r"] * (4 * (words + len(table))))
-
-
-def spread_program() -> tuple[str, str]:
-    """(PTX, constraints), pack 4: 8 byte words; output 4 j + i is byte word j of word i."""
-    return "\n".join(f"mov.b32 ${i}, ${32 + i};" for i in range(32)), ",".join(["=r"] * 32 + ["r"] * 32)
-
-
 def table_registers(bits: int, codebook: str) -> int:
-    """Table operands a row's decoder takes."""
+    """Table operands that `tables.table_operands` makes of a row."""
     if codebook == "lut16":
         return {2: 4, 3: 4, 4: 8}.get(bits, 1)
     if codebook == "lut8":
@@ -253,7 +228,7 @@ def table_registers(bits: int, codebook: str) -> int:
 def decoder_program(bits: int, codebook: str, bf16: bool) -> tuple[str, str]:
     """(PTX, constraints) for `inline_asm_elementwise` with pack 2: planes, then the row's table operands."""
     q = Program()
-    registers = table_registers(bits, codebook)
+    registers = 0 if codebook == "affine" else table_registers(bits, codebook)
     first = _OUTPUTS + 2 * bits
     table = [f"${first + 2 * i}" for i in range(registers)]
     outputs = []
@@ -263,8 +238,10 @@ def decoder_program(bits: int, codebook: str, bf16: bool) -> tuple[str, str]:
             outputs += _lut16(q, planes, table) if bits <= 4 else _lut16_gather(q, planes, table, bf16)
         elif codebook == "lut8":
             outputs += _lut8(q, planes, table, bf16)
+        elif codebook == "affine":
+            outputs += _affine(q, planes, bf16)
         else:
-            outputs += _polynomial(q, planes, table, bf16)
+            outputs += _cubic(q, planes, table, bf16)
     kind = "l" if codebook == "lut16" and bits > 4 else "r"
     return q.text(outputs), ",".join(["=r"] * _OUTPUTS + ["r"] * (2 * bits) + [kind] * (2 * registers))
 
@@ -278,5 +255,3 @@ def float_pair_program(bf16: bool) -> str:
 # Low and high bytes of the four 16-bit values in two words.
 LOW_BYTES = "prmt.b32 $0, $1, $2, 0x6420;"
 HIGH_BYTES = "prmt.b32 $0, $1, $2, 0x7531;"
-# Starts to bring the line of an address into L2; the output is there because an expression must have one.
-PREFETCH = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pagedweight.layout import check_codebook
 
 MAX_TOKENS = 64
-INT8_CODEBOOKS = frozenset({"affine", "lut8"})
+BYTE_CODEBOOKS = frozenset({"affine", "lut8"})
 BLOCK_COLUMNS = 512
 
 
@@ -33,10 +33,10 @@ class ProductConfig:
 class DecodeConfig:
     """Both launches. tokens: most tokens of one expert that a program decodes weights for at once.
 
-    int8: products on int8 tensor cores, for widths whose codebook is lut8 or affine. early_launch: each launch starts
+    int8: products on int8 tensor cores, for lut8, affine, and lut16 up to 4 bits. early_launch: each launch starts
     while the one before it ends (programmatic dependent launch). prepared: a launch before the products groups pairs
-    and makes digits even for one token, which otherwise makes its own. prefetch: with early_launch, down programs ask
-    L2 for their first planes before they wait for h.
+    and makes digits even for one token, which otherwise makes its own. separate_sum: a last
+    launch adds up the parts of a token's output, instead of the down program that completes them.
     """
 
     gate_up: ProductConfig
@@ -45,7 +45,12 @@ class DecodeConfig:
     int8: bool = False
     early_launch: bool = False
     prepared: bool = False
-    prefetch: bool = False
+    separate_sum: bool = False
+
+
+def takes_int8(codebook: str, bits: int) -> bool:
+    """Whether a width's weights can be int8 operands: bytes, or entries of a 16-bit table that registers hold."""
+    return codebook in BYTE_CODEBOOKS or (codebook == "lut16" and bits <= 4)
 
 
 class Workload(NamedTuple):
@@ -65,12 +70,23 @@ class Workload(NamedTuple):
 
     @property
     def int8(self) -> bool:
-        return set(self.codebooks) <= INT8_CODEBOOKS
+        """Whether int8 products serve a width."""
+        return any(map(takes_int8, self.codebooks, self.widths))
+
+    @property
+    def only_int8(self) -> bool:
+        """Whether int8 products serve every width."""
+        return all(map(takes_int8, self.codebooks, self.widths))
 
     @property
     def large(self) -> bool:
         """Whether one expert's rows fill a GPU by themselves."""
         return self.hidden * self.intermediate >= 1 << 24
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the down launch has at most two steps."""
+        return self.intermediate <= 2 * BLOCK_COLUMNS
 
 
 class Hardware(NamedTuple):
@@ -84,47 +100,70 @@ GENERIC = Hardware(99 * 1024, False)  # what every GPU since Ampere grants
 
 
 class Row(NamedTuple):
-    """One row of a launch table: its settings serve workloads within all of its bounds."""
+    """One row of a launch table: its settings serve workloads within all of its bounds.
+
+    int8: only where int8 products serve a width; every: only where they serve all. uniform: only for a single width.
+    """
 
     config: DecodeConfig
     int8: bool = False
+    every: bool = False
     most_tokens: int = MAX_TOKENS
     least_pairs_per_expert: float = 0.0
     large: bool | None = None
+    narrow: bool = False
+    uniform: bool = False
     least_widest: int = 0
 
     def serves(self, work: Workload) -> bool:
         return (
             (work.int8 or not self.int8)
+            and (work.only_int8 or not self.every)
             and work.tokens <= self.most_tokens
             and work.pairs_per_expert >= self.least_pairs_per_expert
             and self.large in (None, work.large)
+            and (work.narrow or not self.narrow)
+            and (len(work.widths) == 1 or not self.uniform)
             and work.widths[-1] >= self.least_widest
         )
 
 
 _TWO_WARPS = ProductConfig(rows=16, warps=2)
+_FEW_ROWS = ProductConfig(rows=8, chunks=2, warps=2)
 _WHOLE_ROWS = ProductConfig(rows=64, splits=4)  # up to four steps: each program takes one, and loads it in one go
 
-# The first row that serves is used. Measured on an H200, 2026-11: bench/results/h200-decode.json.
+
+def _apart(gate_up: ProductConfig, down: ProductConfig, tokens: int, int8: bool = True) -> DecodeConfig:
+    """For several tokens: a launch of its own for the sum takes 1 to 5 us less (Qwen, 16 and 64 tokens)."""
+    return DecodeConfig(gate_up, down, tokens, int8, separate_sum=True)
+
+
+# The first row that serves is used. Measured on an H200, 2026-11: bench/results/h200-decode*.json.
 H200_ROWS = (
     # 64.6 against 79.1 us with 16-bit products and 83.3 with digits made in place, Mixtral, 4 bits.
     Row(
         DecodeConfig(_TWO_WARPS, ProductConfig(rows=64, splits=2), tokens=1, int8=True, prepared=True),
-        int8=True, most_tokens=1, large=True,
+        every=True, most_tokens=1, large=True,
     ),
-    # 15.4 against 16.7 us, Qwen, 6 bits; at 3 and 4 bits the other way round by 0.2 to 0.5.
-    Row(DecodeConfig(_TWO_WARPS, _WHOLE_ROWS, tokens=1, int8=True), int8=True, most_tokens=1, least_widest=5),
-    Row(DecodeConfig(ProductConfig(rows=8, chunks=2, warps=2), _WHOLE_ROWS, tokens=1), most_tokens=1),
+    # Gemma: 20.8 us at 4 bits, 23.7 at 6, against 22.9 and 25.0 with the rows below; several widths 23.4 against 24.5.
+    Row(
+        DecodeConfig(_TWO_WARPS, ProductConfig(rows=32, splits=2, warps=2), tokens=1),
+        every=True, most_tokens=1, narrow=True, uniform=True, least_widest=4,
+    ),
+    Row(DecodeConfig(_FEW_ROWS, _WHOLE_ROWS, tokens=1), most_tokens=1, narrow=True),
+    # 15.3 against 16.7 us, Qwen, 6 bits; 15.0 against 15.3, mixed.
+    Row(DecodeConfig(_TWO_WARPS, _WHOLE_ROWS, tokens=1, int8=True), every=True, most_tokens=1, least_widest=5),
+    # 14.5 against 14.7 us, Qwen, 4 bits; 12.4 against 11.9 at 3.
+    Row(DecodeConfig(_TWO_WARPS, _WHOLE_ROWS, tokens=1), every=True, most_tokens=1, least_widest=4),
+    Row(DecodeConfig(_FEW_ROWS, _WHOLE_ROWS, tokens=1), most_tokens=1),
     # Decoding an expert once for eight tokens: 125 against 146 us, Qwen, 64 tokens, 6 bits; 162 against 186, Mixtral,
     # 16 tokens, 3 bits. With 1.1 pairs an expert it loses: 99.9 against 74.0 us, Qwen, 16 tokens, 4 bits.
-    Row(DecodeConfig(ProductConfig(), ProductConfig(rows=64), tokens=8, int8=True), int8=True,
-    least_pairs_per_expert=4),
-    Row(DecodeConfig(ProductConfig(), ProductConfig(rows=64, splits=4), tokens=4, int8=True), int8=True, large=True),
+    Row(_apart(ProductConfig(), ProductConfig(rows=64), tokens=8), int8=True, least_pairs_per_expert=4),
+    Row(_apart(ProductConfig(), ProductConfig(rows=64, splits=4), tokens=4), int8=True, large=True),
     # 74.0 against 76.5 us with four warps, Qwen, 16 tokens, 4 bits.
-    Row(DecodeConfig(_TWO_WARPS, ProductConfig(rows=32, warps=2), tokens=4, int8=True), int8=True),
-    Row(DecodeConfig(ProductConfig(), ProductConfig(rows=64), tokens=8), least_pairs_per_expert=2),
-    Row(DecodeConfig(ProductConfig(), ProductConfig(rows=64), tokens=4)),
+    Row(_apart(_TWO_WARPS, ProductConfig(rows=32, warps=2), tokens=4), int8=True),
+    Row(_apart(ProductConfig(), ProductConfig(rows=64), tokens=8, int8=False), least_pairs_per_expert=2),
+    Row(_apart(ProductConfig(), ProductConfig(rows=64), tokens=4, int8=False)),
 )  # fmt: skip
 
 
@@ -148,7 +187,7 @@ def problem(config: DecodeConfig, work: Workload, hardware: Hardware) -> str | N
     if config.tokens not in (1, 2, 4, 8, 16):
         return f"tokens is {config.tokens}; it must be a power of two up to 16"
     if config.int8 and not work.int8:
-        return f"int8 products need the codebooks affine and lut8; these are {work.codebooks}"
+        return f"int8 products need affine, lut8, or lut16 of up to 4 bits; the codebooks are {work.codebooks}"
     prepared = config.prepared or work.tokens > 1
     if config.int8 and prepared and (max(gate_up.chunks, down.chunks) > 1 or config.tokens > 8):
         return "int8 products of prepared digits take whole rows and at most 8 tokens"

@@ -46,14 +46,15 @@ def _tile(
     WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr,
     INT8: tl.constexpr,
-    ORDERS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+    ORDERS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, SEPARATE_SUM: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
     STEPS: tl.constexpr = (INTERMEDIATE + 512 * CHUNKS - 1) // (512 * CHUNKS)
-    DIGITS: tl.constexpr = 2 if INT8 else 1
-    column = tl.arange(0, CHUNKS * TOKENS * DIGITS) // DIGITS % TOKENS
+    digit_column = tl.arange(0, 2 * TOKENS) // 2
+    column = tl.arange(0, CHUNKS * TOKENS) % TOKENS
     token_column = tl.arange(0, TOKENS)
     expert, pairs, pair = slots.slot_pairs(plan_ptr, ids_ptr, slot, column, EXPERTS, TOKENS, PLANNED)
+    digit_pair = slots.slot_pairs(plan_ptr, ids_ptr, slot, digit_column, EXPERTS, TOKENS, PLANNED)[2]
     own_pair = slots.slot_pairs(plan_ptr, ids_ptr, slot, token_column, EXPERTS, TOKENS, PLANNED)[2]
     if pairs > 0:
         block_row = first_row + 2 * expert + 1
@@ -68,13 +69,14 @@ def _tile(
         sums = tl.zeros((ROWS, TOKENS), tl.float32)
         for i in tl.static_range(len(WIDTHS)):
             if committed == WIDTHS[i]:
-                if INT8 and PLANNED:
+                BYTES: tl.constexpr = INT8 and rows8.takes_bytes(operands.item(CODEBOOKS, i), WIDTHS[i])
+                if BYTES and PLANNED:
                     sums = rows8.rows_product(
-                        digits_ptr, scales_ptr, pair, own_pair, pairs, frames, table, row, operand_row,
+                        digits_ptr, scales_ptr, digit_pair, own_pair, pairs, frames, table, row, operand_row,
                         split * STEPS // SPLITS, (split + 1) * STEPS // SPLITS, WIDTHS[i], operands.item(CODEBOOKS, i),
-                        ORDERS, INTERMEDIATE, FRAME_ROWS, TOKENS, STAGES, PDL, PREFETCH, PTX,
+                        ORDERS, INTERMEDIATE, FRAME_ROWS, TOKENS, STAGES, PDL, PTX,
                     )  # fmt: skip
-                elif INT8:
+                elif BYTES:
                     sums = rows8.token_product(
                         h_ptr + slot * INTERMEDIATE, frames, table, row, operand_row, index % CHUNKS,
                         split * STEPS // SPLITS, (split + 1) * STEPS // SPLITS, WIDTHS[i], operands.item(CODEBOOKS, i),
@@ -84,7 +86,7 @@ def _tile(
                     sums = rows.rows_product(
                         h_ptr, pair * INTERMEDIATE, column < pairs, frames, table, row, operand_row, index % CHUNKS,
                         split * STEPS // SPLITS, (split + 1) * STEPS // SPLITS, WIDTHS[i], operands.item(CODEBOOKS, i),
-                        INTERMEDIATE, FRAME_ROWS, CHUNKS, TOKENS, STAGES, SINGLE, WARPS, PDL, PREFETCH, PTX,
+                        INTERMEDIATE, FRAME_ROWS, CHUNKS, TOKENS, STAGES, SINGLE, WARPS, PDL, PTX,
                     )  # fmt: skip
         if BIAS:
             # Once for every pair: by the program with the first columns.
@@ -94,10 +96,11 @@ def _tile(
         out_row = tile * ROWS + tl.arange(0, ROWS)
         part = (own_pair * SPLITS + split)[None, :] * HIDDEN + out_row[:, None]
         tl.store(parts_ptr + part, sums, used[None, :] & (out_row < HIDDEN)[:, None])
-        _combine(
-            parts_ptr, out_ptr, ids_ptr, weights_ptr, arrivals_ptr, own_pair // CHOICES, used, out_row, tile,
-            HIDDEN, EXPERTS, CHOICES, PADDED, TILES, SPLITS,
-        )  # fmt: skip
+        if not SEPARATE_SUM:
+            _combine(
+                parts_ptr, out_ptr, ids_ptr, weights_ptr, arrivals_ptr, own_pair // CHOICES, used, out_row, tile,
+                HIDDEN, EXPERTS, CHOICES, PADDED, TILES, SPLITS,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens", "first_row", "layer", "layers", "request_slots", "counted_experts"])
@@ -109,7 +112,7 @@ def _down_kernel(
     WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr,
     INT8: tl.constexpr,
-    ORDERS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+    ORDERS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, SEPARATE_SUM: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS output rows of one slot's expert over one of SPLITS column ranges, or one token's statistics.
 
@@ -117,6 +120,8 @@ def _down_kernel(
     added in the order of a, so equal inputs give equal bits.
     """
     program = tl.program_id(0)
+    if PDL and SEPARATE_SUM:
+        tl.extra.cuda.gdc_launch_dependents()
     if program < tokens:
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -144,5 +149,5 @@ def _down_kernel(
             table_ptr, bias_ptr, arrivals_ptr, first_row, item // (TILES * SPLITS), (item // SPLITS) % TILES,
             item % SPLITS,
             HIDDEN, INTERMEDIATE, EXPERTS, CHOICES, PADDED, PLANES, PLANE_FRAMES, FRAME_ROWS, WIDTHS, CODEBOOKS,
-            ROWS, CHUNKS, TOKENS, SPLITS, STAGES, WARPS, PLANNED, PTX, INT8, ORDERS, BIAS, PDL, PREFETCH,
+            ROWS, CHUNKS, TOKENS, SPLITS, STAGES, WARPS, PLANNED, PTX, INT8, ORDERS, BIAS, PDL, SEPARATE_SUM,
         )  # fmt: skip

@@ -69,10 +69,11 @@ def _tile(
     STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr, INT8: tl.constexpr,
     ORDERS: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    DIGITS: tl.constexpr = 2 if INT8 else 1
-    column = tl.arange(0, CHUNKS * TOKENS * DIGITS) // DIGITS % TOKENS
+    digit_column = tl.arange(0, 2 * TOKENS) // 2
+    column = tl.arange(0, CHUNKS * TOKENS) % TOKENS
     token_column = tl.arange(0, TOKENS)
     expert, pairs, pair = slots.slot_pairs(plan_ptr, ids_ptr, slot, column, EXPERTS, TOKENS, PLANNED)
+    digit_pair = slots.slot_pairs(plan_ptr, ids_ptr, slot, digit_column, EXPERTS, TOKENS, PLANNED)[2]
     own_pair = slots.slot_pairs(plan_ptr, ids_ptr, slot, token_column, EXPERTS, TOKENS, PLANNED)[2]
     if pairs > 0:
         block_row = first_row + 2 * expert
@@ -88,13 +89,14 @@ def _tile(
         sums = tl.zeros((2 * ROWS, TOKENS), tl.float32)
         for i in tl.static_range(len(WIDTHS)):
             if committed == WIDTHS[i]:
-                if INT8 and PLANNED:
+                BYTES: tl.constexpr = INT8 and rows8.takes_bytes(operands.item(CODEBOOKS, i), WIDTHS[i])
+                if BYTES and PLANNED:
                     sums = rows8.rows_product(
-                        digits_ptr, scales_ptr, pair // CHOICES, own_pair // CHOICES, pairs, frames, table, row,
+                        digits_ptr, scales_ptr, digit_pair // CHOICES, own_pair // CHOICES, pairs, frames, table, row,
                         operand_row, 0, STEPS, WIDTHS[i], operands.item(CODEBOOKS, i), ORDERS, HIDDEN, FRAME_ROWS,
-                        TOKENS, STAGES, False, False, PTX,
+                        TOKENS, STAGES, False, PTX,
                     )  # fmt: skip
-                elif INT8:
+                elif BYTES:
                     sums = rows8.token_product(
                         x_ptr + (slot // CHOICES) * HIDDEN, frames, table, row, operand_row, index % CHUNKS, 0, STEPS,
                         WIDTHS[i], operands.item(CODEBOOKS, i), HIDDEN, FRAME_ROWS, CHUNKS, STAGES, SINGLE, WARPS,
@@ -104,7 +106,7 @@ def _tile(
                     sums = rows.rows_product(
                         x_ptr, (pair // CHOICES) * HIDDEN, column < pairs, frames, table, row, operand_row,
                         index % CHUNKS, 0, STEPS, WIDTHS[i], operands.item(CODEBOOKS, i), HIDDEN, FRAME_ROWS, CHUNKS,
-                        TOKENS, STAGES, SINGLE, WARPS, False, False, PTX,
+                        TOKENS, STAGES, SINGLE, WARPS, False, PTX,
                     )  # fmt: skip
         if BIAS:
             sums += tl.load(bias_ptr + expert * ((1 + GATED) * INTERMEDIATE) + row).to(tl.float32)[:, None]

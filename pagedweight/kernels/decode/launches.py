@@ -24,7 +24,10 @@ from pagedweight.kernels.decode.down import _down_kernel
 from pagedweight.kernels.decode.gate_up import _gate_up_kernel
 from pagedweight.kernels.decode.prepare import _prepare_kernel
 from pagedweight.kernels.decode.slots import PLAN_HEADER
+from pagedweight.kernels.decode.weighted_sum import _weighted_sum_kernel
 from pagedweight.kernels.device_order import plane_geometry
+
+SUM_COLUMNS = 512
 
 
 class Call(NamedTuple):
@@ -75,6 +78,8 @@ def decode_launches(call: Call) -> tuple[torch.Tensor, list[Launch]]:
         order.insert(0, launches.prepare())
         if launches.config.int8:
             order.insert(2, launches.quantize_h())
+    if launches.config.separate_sum:
+        order.append(launches.weighted_sum())
     if launches.config.early_launch:
         for launch in order[1:]:
             launch.arguments["launch_pdl"] = True
@@ -162,6 +167,8 @@ class _Launches:
         self.h = call.x.new_empty((self.pairs, call.intermediate))
         digits = self.config.int8 and self.planned
         self.x_digits = _Digits(call.x, len(self.orders), digits)
+        parts = (self.pairs, self.config.down.splits, self.hidden)
+        self.parts = torch.empty(parts, dtype=torch.float32, device=call.x.device)
         self.h_digits = _Digits(self.h, len(self.orders), digits)
 
     @cached_property
@@ -251,16 +258,21 @@ class _Launches:
 
     def down(self) -> Launch:
         call, product = self.call, self.config.down
-        parts = (self.pairs, product.splits, self.hidden)
         arguments = self.products | self.h_digits.arguments() | _settings(product)
         arguments |= {
-            "parts_ptr": torch.empty(parts, dtype=torch.float32, device=call.x.device),
+            "parts_ptr": self.parts,
             "FRAME_ROWS": plane_geometry(self.hidden, call.intermediate, call.frame_bytes).rows_per_frame,
             "SPLITS": product.splits,
-            "PREFETCH": self.config.prefetch,
+            "SEPARATE_SUM": self.config.separate_sum,
         }
         arguments |= self._bias(call.down_bias)
         return Launch(_down_kernel, (self.tokens + self.slots * self.down_tiles * product.splits,), arguments)
+
+    def weighted_sum(self) -> Launch:
+        names = ("ids_ptr", "out_ptr", "weights_ptr", "HIDDEN", "EXPERTS", "CHOICES", "PDL")
+        arguments = {name: self.products[name] for name in names}
+        arguments |= {"parts_ptr": self.parts, "SPLITS": self.config.down.splits, "COLUMNS": SUM_COLUMNS}
+        return Launch(_weighted_sum_kernel, (self.tokens, triton.cdiv(self.hidden, SUM_COLUMNS)), arguments)
 
     def _bias(self, bias: torch.Tensor | None) -> dict[str, Any]:
         return {"bias_ptr": self.call.bits if bias is None else bias, "BIAS": bias is not None}

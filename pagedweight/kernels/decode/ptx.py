@@ -1,11 +1,11 @@
-"""Decoders as kernel functions: the programs of `assembly`, applied to tensors of plane words."""
+"""Decoders as kernel functions: the programs of `assembly` and `assembly8`, applied to tensors of plane words."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from pagedweight.kernels.decode import assembly
+from pagedweight.kernels.decode import assembly, assembly8
 
 # In a constexpr, so that Triton's cache sees the text change.
 _DECODERS = tl.constexpr(
@@ -17,13 +17,12 @@ _DECODERS = tl.constexpr(
         if codebook != "lut8" or bits <= 4
     }
 )
-_SELECTORS = tl.constexpr({bits: assembly.selector_program(bits) for bits in range(2, 5)})
-_BYTES = tl.constexpr({bits: assembly.byte_program(bits) for bits in range(2, 9)})
-_LOOK_UPS = tl.constexpr({bits: assembly.look_up_program(bits) for bits in range(2, 5)})
-_SPREAD = tl.constexpr(assembly.spread_program())
+_SELECTORS = tl.constexpr({bits: assembly8.selector_program(bits) for bits in range(2, 5)})
+_BYTES = tl.constexpr({bits: assembly8.byte_program(bits) for bits in range(2, 9)})
+_LOOK_UPS = tl.constexpr({bits: assembly8.look_up_program(bits) for bits in range(2, 5)})
+_SPREAD = tl.constexpr(assembly8.spread_program())
 LOW_BYTES = tl.constexpr(assembly.LOW_BYTES)
 HIGH_BYTES = tl.constexpr(assembly.HIGH_BYTES)
-PREFETCH = tl.constexpr(assembly.PREFETCH)
 _FLOAT_PAIRS = tl.constexpr({bf16: assembly.float_pair_program(bf16) for bf16 in (False, True)})
 
 
@@ -34,22 +33,25 @@ def _decoder(bits, codebook, bf16, part):
 
 @triton.constexpr_function
 def _int8_words(bits, codebook, part):
-    return (_SELECTORS if codebook == "lut8" else _BYTES).value[bits][part]
+    return (_BYTES if codebook == "affine" else _SELECTORS).value[bits][part]
 
 
 @triton.constexpr_function
 def _int8_words_dtype(bits, codebook):
-    return (tl.int32,) * (16 if codebook == "lut8" and bits == 4 else 8)
+    return (tl.int32,) * (16 if codebook != "affine" and bits == 4 else 8)
 
 
 @triton.constexpr_function
 def _int8_values(bits, codebook, part):
-    return (_LOOK_UPS.value[bits] if codebook == "lut8" else _SPREAD.value)[part]
+    return (_SPREAD.value if codebook == "affine" else _LOOK_UPS.value[bits])[part]
 
 
 @triton.constexpr_function
 def _int8_values_dtype():
     return (tl.int8,) * 32
+
+
+number_bias = triton.constexpr_function(assembly.number_bias)
 
 
 @triton.constexpr_function
@@ -119,9 +121,3 @@ def low_bytes(first, second):
 def high_bytes(first, second):
     """The high bytes of the four 16-bit values in two words."""
     return tl.inline_asm_elementwise(HIGH_BYTES, "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def prefetch(pointer):
-    """Starts to bring the lines of the pointers into L2."""
-    tl.inline_asm_elementwise(PREFETCH, "=r,l", [pointer.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)

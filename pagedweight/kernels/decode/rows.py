@@ -7,6 +7,8 @@ import triton.language as tl
 
 from pagedweight.kernels.decode import operands, ptx, tables
 
+BLOCK_COLUMNS = operands.BLOCK_COLUMNS
+
 
 @triton.jit
 def own_chunk(sums, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr):
@@ -72,23 +74,11 @@ def _load_x(x_ptr, x_start, x_used, block, COLUMNS: tl.constexpr, MASKED: tl.con
 
 
 @triton.jit
-def prefetch_planes(
-    frames, local, first_step, last_step, BITS: tl.constexpr, COLUMNS: tl.constexpr, FRAME_ROWS: tl.constexpr
-):
-    """Asks L2 for the first column blocks of every plane, as many as a program would read while it waits."""
-    for i in tl.static_range(4):
-        block = tl.minimum(first_step + i, last_step - 1) + tl.zeros_like(local)
-        first, _width = operands.block_words(block, local, COLUMNS, FRAME_ROWS)
-        for plane in tl.static_range(BITS):
-            ptx.prefetch(frames[plane] + first)
-
-
-@triton.jit
 def rows_product(
     x_ptr, x_start, x_used, frames, table, row, operand_row, chunk, first_step, last_step,
     BITS: tl.constexpr, CODEBOOK: tl.constexpr, COLUMNS: tl.constexpr, FRAME_ROWS: tl.constexpr, CHUNKS: tl.constexpr,
     TOKENS: tl.constexpr, STAGES: tl.constexpr, SINGLE: tl.constexpr, WARPS: tl.constexpr,
-    WAIT: tl.constexpr, PREFETCH: tl.constexpr, PTX: tl.constexpr,
+    WAIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """y[r, t] = sum_k value(row r, k) x[t, k] over column blocks [first_step * CHUNKS, last_step * CHUNKS).
 
@@ -106,9 +96,13 @@ def rows_product(
     column_chunk = tl.arange(0, CHUNKS * TOKENS) // TOKENS
     local = operand_row % FRAME_ROWS
     table_operands = ()
-    if PTX:
+    if PTX and CODEBOOK != "affine":
         table_operands = tables.table_operands(table, operand_row, BITS, CODEBOOK, BF16)
     sums = tl.zeros((OPERAND_ROWS, CHUNKS * TOKENS), tl.float32)
+    NUMBERS: tl.constexpr = CODEBOOK == "lut8" or CODEBOOK == "affine"
+    # Where operands are values but for a factor, the sum of x is not needed.
+    SHIFTED: tl.constexpr = NUMBERS and (BITS >= 4 or not PTX)
+    x_total = tl.zeros((BLOCK_COLUMNS, CHUNKS * TOKENS), tl.float32)
     if SINGLE:
         weights = _weights(
             frames, local, first_step * CHUNKS + chunk, table, table_operands, operand_row,
@@ -118,20 +112,28 @@ def rows_product(
         if WAIT:
             tl.extra.cuda.gdc_wait()
         x = _load_x(x_ptr, x_start, x_used, first_step * CHUNKS + column_chunk, COLUMNS, MASKED)
+        if SHIFTED:
+            x_total += x.to(tl.float32)
         sums = _add_product(weights, x, sums, PTX)
     else:
         if WAIT:
-            if PREFETCH and PTX:
-                prefetch_planes(frames, local, first_step * CHUNKS, last_step * CHUNKS, BITS, COLUMNS, FRAME_ROWS)
             tl.extra.cuda.gdc_wait()
         for step in tl.range(first_step, last_step, num_stages=STAGES):
             x = _load_x(x_ptr, x_start, x_used, step * CHUNKS + column_chunk, COLUMNS, MASKED)
+            if SHIFTED:
+                x_total += x.to(tl.float32)
             weights = _weights(
                 frames, local, step * CHUNKS + chunk, table, table_operands, operand_row,
                 BITS, CODEBOOK, COLUMNS, FRAME_ROWS, MASKED, BF16, PTX,
             )  # fmt: skip
             sums = _add_product(weights, x, sums, PTX)
     product = own_chunk(sums, ROWS, CHUNKS, TOKENS)
-    if CODEBOOK == "lut8" or CODEBOOK == "affine":
-        product = product * tables.row_factor(table, row, BITS, CODEBOOK)[:, None]
+    if NUMBERS:
+        factor, shift = tables.byte_line(table, row, BITS, CODEBOOK)
+        product = factor[:, None] * product
+        if SHIFTED:
+            if PTX:
+                shift -= factor * ptx.number_bias(BITS, CODEBOOK, BF16)
+            x_sum = tl.sum(tl.reshape(tl.sum(x_total, 0), (CHUNKS, TOKENS)), 0)
+            product += shift[:, None] * x_sum[None, :]
     return product

@@ -1,7 +1,8 @@
 """The same product through int8 tensor cores: weights as bytes, activations as two int8 digits.
 
 Half the operand bytes and no conversion to floats: about 0.8 to 1.3 integer instructions a weight against 1.3 to 2.1.
-Serves lut8 and affine, whose values are factor * byte + shift for each row.
+Serves lut8 and affine, whose values are factor * byte + shift for each row, and lut16 of up to 4 bits, whose entries
+become two bytes of seven bits: 14 bits of the row's largest, and a product for each.
 """
 
 # ruff: noqa: RUF005 - kernels join tuples with +; they cannot unpack them.
@@ -11,6 +12,9 @@ import triton
 import triton.language as tl
 
 from pagedweight.kernels.decode import digits, operands, ptx, rows, tables
+from pagedweight.kernels.decode.config import takes_int8
+
+takes_bytes = triton.constexpr_function(takes_int8)
 
 
 @triton.constexpr_function
@@ -32,51 +36,64 @@ def _operands(
     frames, local, block, table, table_words, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr, COLUMNS: tl.constexpr,
     FRAME_ROWS: tl.constexpr, MASKED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """A tuple of one or two (operand rows, 512) int8 whose sum is a column block's bytes."""
+    """(operand rows, 512) int8 of a column block, one for each byte of a weight, the low one first."""
     ROWS: tl.constexpr = row.shape[0]
     first, width = operands.block_words(block, local, COLUMNS, FRAME_ROWS)
     if PTX:
         words = operands.load_words(frames, first, width, block, BITS, MASKED, COLUMNS)
         codes = ptx.int8_words(words, BITS, CODEBOOK)
-        return (_side_by_side(ptx.int8_values(codes, table_words, BITS, CODEBOOK), ROWS),)
+        made = ()
+        for i in tl.static_range(len(table_words)):
+            made = made + (_side_by_side(ptx.int8_values(codes, table_words[i], BITS, CODEBOOK), ROWS),)
+        return made
     else:
-        return (_portable_bytes(frames, first, width, block, table, row, BITS, CODEBOOK, COLUMNS),)
+        return _portable_bytes(frames, first, width, block, table, row, BITS, CODEBOOK, COLUMNS)
 
 
 @triton.jit
-def _add_products(weights, x, sums, PTX: tl.constexpr):
+def _table_words(table, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr, PTX: tl.constexpr):
+    """The table words (R, 1) of each byte of a weight."""
+    if CODEBOOK == "lut16" and PTX:
+        return tables.lut16_words(table, row, BITS)
+    elif CODEBOOK == "lut8" and PTX:
+        return (tables.lut8_words(table, row, BITS),)
+    else:
+        return ((),)
+
+
+@triton.jit
+def _add_product(weights, x, sums, PTX: tl.constexpr):
     if PTX:
-        for i in tl.static_range(len(weights)):
-            sums = tl.dot(weights[i], x, sums, out_dtype=tl.int32)
+        return tl.dot(weights, x, sums, out_dtype=tl.int32)
     else:
         # A block's sum of products of bytes is exact in fp32.
-        sums += tl.dot(weights[0].to(tl.float32), x.to(tl.float32), input_precision="ieee").to(tl.int32)
-    return sums
+        return sums + tl.dot(weights.to(tl.float32), x.to(tl.float32), input_precision="ieee").to(tl.int32)
 
 
 @triton.jit
 def _portable_bytes(
     frames, first, width, block, table, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """(R, 512) int32 in operand order, one load, shift and mask per plane and weight."""
+    """What `_operands` gives, as int32: one load, shift and mask per plane and weight."""
     word, bit = digits.operand_bit(tl.arange(0, 512)[None, :], digit_order(CODEBOOK))
     held = (word < width[:, None]) & (block < operands.column_blocks(COLUMNS))[:, None]
     codes = tl.zeros((1, 1), tl.int32)
     for plane in tl.static_range(BITS):
         codes = 2 * codes + ((tl.load(frames[plane][:, None] + first[:, None] + word, held, other=0) >> bit) & 1)
-    if CODEBOOK == "lut8":
+    if CODEBOOK == "lut16":
+        return tables.portable_lut16(codes, table, row, BITS)
+    elif CODEBOOK == "lut8":
         pointer = table.to(tl.pointer_type(tl.uint8)) + row[:, None] * (2**BITS + 4)
-        return tl.load(pointer + codes).to(tl.int32)
+        return (tl.load(pointer + codes).to(tl.int32),)
     else:
-        return codes - (128 if BITS == 8 else 0)
+        return (codes - (128 if BITS == 8 else 0),)
 
 
 @triton.jit
 def rows_product(
     digits_ptr, scales_ptr, x_row, token_row, pairs, frames, table, row, operand_row, first_step, last_step,
     BITS: tl.constexpr, CODEBOOK: tl.constexpr, ORDERS: tl.constexpr, COLUMNS: tl.constexpr,
-    FRAME_ROWS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, WAIT: tl.constexpr,
-    PREFETCH: tl.constexpr, PTX: tl.constexpr,
+    FRAME_ROWS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, WAIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """y[r, t] as `rows.rows_product` gives it, fp32 (ROWS, TOKENS), from digits made by an earlier launch.
 
@@ -98,14 +115,13 @@ def rows_product(
         used, used_b = tl.split(tl.permute(tl.reshape(used.to(tl.int32), (2, N)), (1, 0)))
         used, used_b = used > 0, used_b > 0
         start, start_b = tl.multiple_of(start, 512), tl.multiple_of(start_b, 512)
-    table_words = ()
-    if CODEBOOK == "lut8" and PTX:
-        table_words = tables.lut8_words(table, operand_row, BITS)
+    table_words = _table_words(table, operand_row, BITS, CODEBOOK, PTX)
+    TWO_BYTES: tl.constexpr = CODEBOOK == "lut16"
     sums = tl.zeros((ROWS, N), tl.int32)
     sums_b = tl.zeros((ROWS, N), tl.int32)
+    tops = tl.zeros((ROWS, N), tl.int32)
+    tops_b = tl.zeros((ROWS, N), tl.int32)
     if WAIT:
-        if PREFETCH and PTX:
-            rows.prefetch_planes(frames, local, first_step, last_step, BITS, COLUMNS, FRAME_ROWS)
         tl.extra.cuda.gdc_wait()
     for step in tl.range(first_step, last_step, num_stages=STAGES):
         column = step * 512 + tl.arange(0, 512)[:, None]
@@ -116,12 +132,16 @@ def rows_product(
             frames, local, step + tl.zeros_like(local), table, table_words, operand_row,
             BITS, CODEBOOK, COLUMNS, FRAME_ROWS, MASKED, PTX,
         )  # fmt: skip
-        sums = _add_products(weights, x, sums, PTX)
+        sums = _add_product(weights[0], x, sums, PTX)
         if PRODUCTS == 2:
-            sums_b = _add_products(weights, x_b, sums_b, PTX)
-    if PRODUCTS == 2:
-        sums = tl.reshape(tl.permute(tl.join(sums, sums_b), (0, 2, 1)), (ROWS, 2 * TOKENS))
-    total = _joined_digits(sums.to(tl.float32), ROWS, TOKENS)
+            sums_b = _add_product(weights[0], x_b, sums_b, PTX)
+        if TWO_BYTES:
+            tops = _add_product(weights[1], x, tops, PTX)
+            if PRODUCTS == 2:
+                tops_b = _add_product(weights[1], x_b, tops_b, PTX)
+    total = _joined(sums, sums_b, ROWS, TOKENS, PRODUCTS)
+    if TWO_BYTES:
+        total += 128.0 * _joined(tops, tops_b, ROWS, TOKENS, PRODUCTS)
     used_token = tl.arange(0, TOKENS) < pairs
     scale = tl.load(scales_ptr + 2 * token_row, used_token, other=0.0)
     x_sum = tl.where(first_step == 0, tl.load(scales_ptr + 2 * token_row + 1, used_token, other=0.0), 0.0)
@@ -130,9 +150,11 @@ def rows_product(
 
 
 @triton.jit
-def _joined_digits(sums, ROWS: tl.constexpr, TOKENS: tl.constexpr):
-    """(ROWS, TOKENS * 2) -> (ROWS, TOKENS): 256 high + low."""
-    weighted = sums * tl.where(tl.arange(0, 2 * TOKENS) % 2 == 0, 256.0, 1.0)[None, :]
+def _joined(sums, sums_b, ROWS: tl.constexpr, TOKENS: tl.constexpr, PRODUCTS: tl.constexpr):
+    """int32 (ROWS, TOKENS * 2), in one part or two, to fp32 (ROWS, TOKENS): 256 high + low digit."""
+    if PRODUCTS == 2:
+        sums = tl.reshape(tl.permute(tl.join(sums, sums_b), (0, 2, 1)), (ROWS, 2 * TOKENS))
+    weighted = sums.to(tl.float32) * tl.where(tl.arange(0, 2 * TOKENS) % 2 == 0, 256.0, 1.0)[None, :]
     return tl.sum(tl.reshape(weighted, (ROWS, TOKENS, 2)), 2)
 
 
@@ -159,12 +181,13 @@ def token_product(
     MASKED: tl.constexpr = (COLUMNS % 512 != 0) or (operands.column_blocks(COLUMNS) % CHUNKS != 0)
     local = operand_row % FRAME_ROWS
     column_chunk = tl.arange(0, CHUNKS)
-    table_words = ()
-    if CODEBOOK == "lut8" and PTX:
-        table_words = tables.lut8_words(table, operand_row, BITS)
+    table_words = _table_words(table, operand_row, BITS, CODEBOOK, PTX)
+    TWO_BYTES: tl.constexpr = CODEBOOK == "lut16"
     # A product per digit: side by side in one operand, shared memory would give them out byte by byte.
     sums_high = tl.zeros((OPERAND_ROWS, CHUNKS), tl.int32)
     sums_low = tl.zeros((OPERAND_ROWS, CHUNKS), tl.int32)
+    tops_high = tl.zeros((OPERAND_ROWS, CHUNKS), tl.int32)
+    tops_low = tl.zeros((OPERAND_ROWS, CHUNKS), tl.int32)
     if SINGLE:
         weights = _operands(
             frames, local, first_step * CHUNKS + chunk, table, table_words, operand_row,
@@ -176,12 +199,14 @@ def token_product(
         spoiled = tl.sum(x * 0.0)  # NaN where x has one or an infinity; digits cannot say it
         peak = tl.maximum(tl.max(tl.abs(x)), digits.SMALLEST)
         values = digits.rounded(x, peak)
-        ordered = ()
-        for i in tl.static_range(len(weights)):
-            ordered = ordered + (rows.in_operand_order(weights[i], WARPS),)
         high, low = digits.operand_digits(values, CHUNKS, ORDER)
-        sums_high = _add_products(ordered, high, sums_high, PTX)
-        sums_low = _add_products(ordered, low, sums_low, PTX)
+        ordered = rows.in_operand_order(weights[0], WARPS)
+        sums_high = _add_product(ordered, high, sums_high, PTX)
+        sums_low = _add_product(ordered, low, sums_low, PTX)
+        if TWO_BYTES:
+            ordered = rows.in_operand_order(weights[1], WARPS)
+            tops_high = _add_product(ordered, high, tops_high, PTX)
+            tops_low = _add_product(ordered, low, tops_low, PTX)
     else:
         if WAIT:
             tl.extra.cuda.gdc_wait()
@@ -203,9 +228,15 @@ def token_product(
                 BITS, CODEBOOK, COLUMNS, FRAME_ROWS, MASKED, PTX,
             )  # fmt: skip
             high, low = digits.operand_digits(step_values, CHUNKS, ORDER)
-            sums_high = _add_products(weights, high, sums_high, PTX)
-            sums_low = _add_products(weights, low, sums_low, PTX)
-    total = rows.own_chunk(256.0 * sums_high.to(tl.float32) + sums_low.to(tl.float32), ROWS, CHUNKS, 1)
+            sums_high = _add_product(weights[0], high, sums_high, PTX)
+            sums_low = _add_product(weights[0], low, sums_low, PTX)
+            if TWO_BYTES:
+                tops_high = _add_product(weights[1], high, tops_high, PTX)
+                tops_low = _add_product(weights[1], low, tops_low, PTX)
+    sums = 256.0 * sums_high.to(tl.float32) + sums_low.to(tl.float32)
+    if TWO_BYTES:
+        sums += 128.0 * (256.0 * tops_high.to(tl.float32) + tops_low.to(tl.float32))
+    total = rows.own_chunk(sums, ROWS, CHUNKS, 1)
     factor, shift = tables.byte_line(table, row, BITS, CODEBOOK)
     x_sum = tl.sum(values.to(tl.float32))
     return (factor[:, None] * total + shift[:, None] * x_sum) * (peak / digits.LARGEST + spoiled)

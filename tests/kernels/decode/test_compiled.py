@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import triton
 
+from pagedweight.kernels.decode.config import takes_int8
+
 ROOT = Path(__file__).parents[3]
 FAST = ("lut8", "lut8", "affine")
 
@@ -14,14 +16,15 @@ FAST = ("lut8", "lut8", "affine")
 @pytest.mark.parametrize(
     ("tokens", "widths", "codebooks"),
     [
-        (16, (3, 4, 6), ("lut16", "lut16", "lut16")),
+        (16, (5, 6), ("lut16", "cubic")),
         (16, (3, 4, 6), FAST),
+        (16, (3, 4, 6), ("lut16", "lut16", "lut16")),  # two bytes a weight; one load a weight at 6 bits
         (64, (4,), ("lut8",)),  # two products for one decoded tile
     ],
-    ids=["lut16", "int8", "int8-eight"],
+    ids=["16-bit", "int8", "lut16", "int8-eight"],
 )
 def test_decoded_weights_stay_in_registers(tokens, widths, codebooks):
-    if codebooks[0] == "lut8" and not triton.__version__.startswith("3.6."):
+    if any(map(takes_int8, codebooks, widths)) and not triton.__version__.startswith("3.6."):
         pytest.skip(f"Triton {triton.__version__} moves int8 operands through shared memory; 3.6 does not")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.decode.compile_sm90", json.dumps([tokens, widths, codebooks])]

@@ -11,6 +11,7 @@ from tests.kernels.decode.support import DEVICE, MANY, ONE, hidden_of, random_ba
 from tests.support import assert_close
 
 INT8_BOOKS = ("lut8", "lut8", "affine", "affine")
+WIDE_BOOKS = ("lut16", "lut16", "cubic", "lut16")  # two bytes a weight, and 16-bit products beside them
 
 
 @settings(max_examples=6, phases=[Phase.generate])  # shrinking would take minutes in the interpreter
@@ -49,9 +50,10 @@ def test_equals_the_dense_layer_at_random_widths(hidden, intermediate, experts, 
 def test_every_cut_gives_the_same_answer(tokens, config, seed):
     # Seed 6 draws 5 and 4 bits, seed 7 draws 8 and 2.
     # A full column block and a tail of 6 words for x, one and 2 words for h.
-    layer = random_layer(MoeLayer(0, 1, 700, 548), (2, 4, 5, 8), INT8_BOOKS, seed=seed)
-    batch = random_batch(layer, tokens, 1, seed=4)
-    assert_close(run(layer, batch, config), reference(layer, batch), torch.float16)
+    for books in (INT8_BOOKS, WIDE_BOOKS) if config.int8 and not config.prepared else (INT8_BOOKS,):
+        layer = random_layer(MoeLayer(0, 1, 700, 548), (2, 4, 5, 8), books, seed=seed)
+        batch = random_batch(layer, tokens, 1, seed=4)
+        assert_close(run(layer, batch, config), reference(layer, batch), torch.float16)
 
 
 def test_placement_and_all_that_nothing_owns_change_no_bit():
@@ -134,9 +136,9 @@ def test_settings_that_cannot_run_are_refused():
     with pytest.raises(ValueError, match="3 splits of 1 steps"):
         run(layer, batch, replace(MANY, down=ProductConfig(rows=64, splits=3)))
     with pytest.raises(ValueError, match="int8 products need"):
-        run(layer, batch, replace(MANY, int8=True))
+        run(random_layer(layer.layer.shape, (5,)), batch, replace(MANY, int8=True))
     with pytest.raises(ValueError, match="lut8"):
-        run(layer._replace(widths=(5,), codebooks=("lut8",)), batch, MANY)
+        run(layer._replace(layer=layer.layer._replace(widths=(5,), codebooks={5: "lut8"})), batch, MANY)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -181,3 +183,13 @@ def test_a_bad_token_is_seen_and_spoils_nothing_else(config):
     assert torch.equal(out[3:], clean[3:])
     assert all(bool(tensor.isfinite().all()) for tensor in stats)
     assert int(stats.counts.sum()) == 2 * tokens - (tokens > 1)
+
+
+def test_a_launch_of_its_own_adds_the_parts_to_the_same_bits():
+    layer = random_layer(MoeLayer(0, 3, 64, 600), (3,), seed=22)
+    batch = random_batch(layer, 4, 2, seed=23)
+    batch.ids[1] = torch.tensor([7, -1])
+    config = replace(MANY, down=ProductConfig(rows=64, splits=2))
+    apart = run(layer, batch, replace(config, separate_sum=True))
+    assert torch.equal(apart, run(layer, batch, config))
+    assert not apart[1].any()
