@@ -25,11 +25,11 @@ import triton
 from triton.runtime.jit import MockTensor
 
 from bench.kernels.bench_decode import LABELS, codebooks_of, graph_time
-from bench.kernels.decode_layers import SHAPES, GpuLayer, dense_output, routing
+from bench.kernels.decode_layers import GpuLayer, dense_output, routing
 from pagedweight.kernels.fused_moe import launch_fused_moe
 from pagedweight.kernels.launch import join_codebooks
 from pagedweight.kernels.ops import fused_moe
-from pagedweight.kernels.prefill.config import PrefillConfig, choose
+from pagedweight.kernels.prefill.config import PrefillConfig
 from pagedweight.kernels.prefill.launch import (
     Layer,
     ProductLaunch,
@@ -60,8 +60,7 @@ class Case(NamedTuple):
     @property
     def settings(self) -> set[PrefillConfig]:
         """Those that its calls will take."""
-        _hidden, _intermediate, experts, choices = SHAPES[self.shape]
-        return set(self.configs) or {choose(experts, tokens * choices) for tokens in self.tokens}
+        return set(self.configs) or {BOTH}
 
     @property
     def planes(self) -> int:
@@ -69,11 +68,7 @@ class Case(NamedTuple):
 
 
 NARROW, WIDE, BOTH = PrefillConfig(tokens=64), PrefillConfig(few=128), PrefillConfig()
-BARS = tuple(
-    Case(shape, label, "fast", (512, 2048), (BOTH,))
-    for shape in ("qwen", "gemma", "mixtral")
-    for label in ("4", "3", "6", "mixed")
-)
+SHAPES_TIMED = ("qwen", "gemma", "mixtral")
 SUITES = {
     "answers": (
         *(Case("odd", label, "fast", (3, 100, 700), (NARROW,)) for label in ("2", "3", "4", "5", "6", "8", "mixed")),
@@ -81,36 +76,23 @@ SUITES = {
         *(Case("odd", label, "fast", (100, 300), (BOTH,)) for label in ("3", "6", "mixed")),
         Case("odd", "6", "cubic", (100,), (NARROW,)),
         Case("odd", "4", "fast", (300,), ()),
-        Case("odd", "mixed", "lut16", (100,), (NARROW,), torch.float16),
     ),
-    "bars": BARS,
-    "final": (
+    "bars": (
         Case("odd", "4", "fast", (100, 300), ()),
         Case("odd", "mixed", "fast", (100, 700), (BOTH,)),
         Case("odd", "mixed", "lut16", (100,), (NARROW,), torch.float16),
         *(
-            case._replace(configs=(BOTH, NARROW, WIDE) if case.label == "4" else (BOTH,))
+            Case(shape, label, "fast", (512, 2048), (BOTH, NARROW, WIDE) if label == "4" else (BOTH,))
             for label in ("4", "mixed", "6", "3")
-            for case in BARS
-            if case.label == label
+            for shape in SHAPES_TIMED
         ),
     ),
     # No settings of their own: the op, as users call it.
-    "chosen": tuple(case._replace(tokens=(128, 512, 2048), configs=()) for case in BARS),
-    "sweep": tuple(
-        Case(shape, label, "fast", (512, 2048), configs)
-        for shape in ("qwen", "mixtral")
-        for label, configs in (
-            ("4", (NARROW, WIDE, PrefillConfig(rows=64, tokens=64))),
-            ("mixed", (NARROW,)),
-        )
-    ),
-    "small": tuple(
-        Case(shape, "4", "fast", (64, 128), (NARROW, PrefillConfig(tokens=32)))
-        for shape in ("qwen", "mixtral", "gemma")
+    "chosen": tuple(
+        Case(shape, label, "fast", (128, 512, 2048), ()) for shape in SHAPES_TIMED for label in ("3", "4", "6", "mixed")
     ),
     "codebooks": tuple(
-        Case("qwen", label, codebooks, (512, 2048), (NARROW,))
+        Case("qwen", label, codebooks, (512, 2048), (BOTH,))
         for label, codebooks in (("3", "lut16"), ("4", "lut16"), ("6", "lut16"), ("6", "cubic"))
     ),
 }
@@ -232,7 +214,7 @@ def run_peers(records: list[dict], tokens: tuple[int, ...]) -> None:
     """vLLM on the same routings."""
     from bench.kernels.peers import PEERS, answer
 
-    for shape in ("qwen", "mixtral", "gemma"):
+    for shape in SHAPES_TIMED:
         meta = GpuLayer.meta(shape)
         meta.device = "cuda"
         for name, make in PEERS.items():

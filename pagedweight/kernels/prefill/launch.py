@@ -10,7 +10,7 @@ import triton
 
 from pagedweight.kernels.device_order import plane_geometry
 from pagedweight.kernels.launch import split_codebooks
-from pagedweight.kernels.prefill.config import PrefillConfig, choose
+from pagedweight.kernels.prefill.config import PrefillConfig
 from pagedweight.kernels.prefill.down import _down_kernel
 from pagedweight.kernels.prefill.gate_up import _gate_up_kernel
 from pagedweight.kernels.prefill.prepare import Prepared, launch_prepare, operand_columns
@@ -18,8 +18,8 @@ from pagedweight.kernels.routing import Grouping, launch_routing
 from pagedweight.kernels.weighted_sum import launch_weighted_sum
 from pagedweight.layout import RoutingStats
 
-# Bounds the scratch of long prompts, and keeps offsets within 32 bits.
-PAIRS_PER_LAUNCH = 1 << 16
+PAIRS_PER_LAUNCH = 1 << 16  # bounds the scratch of long prompts
+LARGEST_OFFSET = (1 << 31) - 1  # of an element of x or h: kernels count in 32 bits
 
 
 class ProductLaunch(NamedTuple):
@@ -152,8 +152,9 @@ def launch_prefill_moe(
     )  # fmt: skip
     stats = RoutingStats(mass, counts, features)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    config = config or choose(experts, expert_ids.numel())
-    step = max(1, PAIRS_PER_LAUNCH // expert_ids.shape[1])
+    config = config or PrefillConfig()
+    pairs = min(PAIRS_PER_LAUNCH, LARGEST_OFFSET // operand_columns(max(x.shape[1], intermediate)))
+    step = max(1, pairs // expert_ids.shape[1])
     for start in range(0, len(x), step):
         part = slice(start, start + step)
         batch = (x[part], expert_ids[part], expert_weights[part], token_slot[part], out[part])
