@@ -10,7 +10,7 @@ from vllm.v1.engine.core import EngineCore
 
 from pagedweight.integrations.vllm.options import KEY, ServingOptions
 from pagedweight.integrations.vllm.report import RPC
-from pagedweight.integrations.vllm.scheduler import scheduler_class
+from pagedweight.integrations.vllm.scheduler import WeightsYield, scheduler_class
 
 
 def install() -> None:
@@ -28,6 +28,10 @@ def install() -> None:
         return result
 
     def report(self: EngineCore, block: Any = None) -> dict[str, Any]:
+        if not isinstance(self.scheduler, WeightsYield):
+            return {
+                "explanation": "widths are fixed: the model was loaded with pagedweight.bits, or without pagedweight"
+            }
         return self.scheduler.pagedweight_report(block)
 
     EngineCore._initialize_kv_caches = initialize

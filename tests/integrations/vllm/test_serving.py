@@ -123,3 +123,14 @@ def test_tokens_are_the_same_when_the_model_is_compiled(folder: Path) -> None:
         pytest.skip("tried with vLLM 0.32 only: before, experts on a CPU are not compiled")
     eager, compiled = serve(run(folder), run(folder, enforce_eager=False))
     assert compiled["tokens"] == eager["tokens"]
+
+
+def test_two_kinds_of_attention_over_the_same_blocks_leave_planes_alone(tmp_path: Path) -> None:
+    """Gemma-4: layers with a window and layers without one share tensors, and each kind wants blocks of its own."""
+    gemma = write_paged("gemma4", tmp_path / "paged")
+    blocks = SMALL_CACHE | {"num_gpu_blocks_override": 100}
+    (found,) = serve(run(gemma, LONG, SHORT, **blocks, **paged(offload_free_blocks=40, reload_free_blocks=60)))
+    after_long, after_short = found["after"]
+    assert after_long["report"]["lowest_mean_bits"] < 6
+    assert np.mean(after_long["bits_of_ranks"][0]) == after_long["report"]["mean_bits"]
+    assert np.mean(after_short["bits_of_ranks"][0]) == after_short["report"]["mean_bits"]
