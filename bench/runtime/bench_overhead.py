@@ -5,7 +5,7 @@
 The table is Gemma-4's (30 layers of 128 experts), its pages are small: planning depends on rows, not on bytes. On CUDA
 a step is a graph of about --step-ms, then a wait for it, as sampling waits; or as many small launches from Python
 ("eager"), where a planner thread competes for the interpreter. Steps with and without a boundary alternate in groups,
-so that a machine that slows down slows both.
+so that a machine that slows down slows both; on a busy machine the CPU time of the calling thread is the figure.
 """
 
 from __future__ import annotations
@@ -129,21 +129,23 @@ def group_ms(step: Callable[[], None], before: Callable[[], None] | None) -> flo
 
 def overhead(runtime: Runtime, step: Callable[[], None], groups: int, steps_per_block: int) -> dict[str, float]:
     """Steps with and without boundaries; steps_per_block: a KV block is taken every so many steps, 0 for never."""
-    done, at = [], 0
+    done, worked, at = [], [], 0
 
     def before() -> None:
         nonlocal at
         at += 1
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.thread_time()
         if steps_per_block and at % steps_per_block == 0:
             runtime.boundary(pending_blocks=1)
             runtime.allocate_kv(BLOCK_FRAMES)
         else:
             runtime.boundary()
         done.append((time.perf_counter() - started) * 1e6)
+        worked.append((time.thread_time() - cpu) * 1e6)
 
     group_ms(step, before)  # first calls, the thread's start
     done.clear()
+    worked.clear()
     plain, with_boundary = [], []
     for _ in range(groups):
         plain.append(group_ms(step, None))
@@ -156,6 +158,8 @@ def overhead(runtime: Runtime, step: Callable[[], None], groups: int, steps_per_
         "boundary_median_us": statistics.median(done),
         "boundary_mean_us": statistics.fmean(done),
         "boundary_longest_us": max(done),
+        "boundary_cpu_mean_us": statistics.fmean(worked),
+        "overhead_by_cpu": statistics.fmean(worked) / 1e3 / statistics.median(plain),
         "plans_ready": runtime._planning.queue.ready,
         "plans_made_late": runtime._planning.queue.made_late,
         "lowered_rows": runtime.snapshot().moves.lowered_rows,

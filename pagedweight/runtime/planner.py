@@ -31,6 +31,7 @@ __all__ = [
     "Plan",
     "Queue",
     "initial_bits",
+    "initial_plan",
     "plan_from_queue",
     "plan_raise",
     "plan_step",
@@ -117,20 +118,26 @@ def initial_bits(
 
     observation: live signals and limits, if any. ValueError when even the lowest permitted widths do not fit.
     """
-    observation = observation or Observation(kv.KVState(0, 1))
-    rows = len(table.committed)
-    parent = np.full(rows, table.widths[-1])
-    start = table._replace(committed=parent, desired=parent, busy=np.zeros(rows, dtype=bool))
-    limits = observation.limits._replace(weight_bytes=budget_bytes)
-    idle = observation._replace(kv=kv.KVState(1, 1), threshold_blocks=0, forecast_blocks=0, limits=limits)
-    _, plan = plan_step(start, idle, policy, Queue())
+    start, plan = initial_plan(table, policy, budget_bytes, observation or Observation(kv.KVState(0, 1)))
     if plan.shortfall_bytes:
         least = held_bytes(start) - plan.released_bytes
         raise ValueError(
             f"the expert weights need at least {least} bytes at their lowest permitted widths; the budget for them is "
             f"{budget_bytes}: give more, or loosen floors, pins or the damage limit"
         )
-    bits = parent.copy()
+    bits = start.committed.copy()
     for transition in plan.transitions:
         bits[transition.row] = transition.to_bits
     return bits
+
+
+def initial_plan(
+    table: TableSnapshot, policy: Policy, budget_bytes: int, observation: Observation
+) -> tuple[TableSnapshot, Plan]:
+    """Every row at rest at the parent width, and the plan from there to budget_bytes, with its shortfall."""
+    rows = len(table.committed)
+    parent = np.full(rows, table.widths[-1])
+    start = table._replace(committed=parent, desired=parent, busy=np.zeros(rows, dtype=bool))
+    limits = observation.limits._replace(weight_bytes=budget_bytes)
+    idle = observation._replace(kv=kv.KVState(1, 1), threshold_blocks=0, forecast_blocks=0, limits=limits)
+    return start, plan_step(start, idle, policy, Queue())[1]

@@ -1,7 +1,7 @@
 """Other policies behind the planner's interface, to compare with: what they choose follows published systems' rules.
 
-Every one chooses widths within a byte budget; `Baseline` turns that into initial widths and plans. Ablations are the
-full planner with a policy that lacks a part.
+Every one chooses widths within a byte budget; `Baseline` turns that into initial widths and plans. Ablations (Table 4)
+are the full planner with a policy that lacks a part, and, without page movement, its initial widths.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from pagedweight.policy import Policy
+from pagedweight.runtime.kv import KVState
 from pagedweight.runtime.observe import Observation
-from pagedweight.runtime.planner import Plan, Queue, held_bytes, release_target_bytes
+from pagedweight.runtime.planner import Plan, Queue, held_bytes, initial_plan, release_target_bytes
 from pagedweight.runtime.planner_allocate import least_damage_index, row_mass
 from pagedweight.runtime.planner_queue import EMPTY_PLAN, transitions
 from pagedweight.runtime.planner_scores import bytes_above, canonical, committed_index, parent_damage
@@ -84,6 +85,16 @@ def static_mixed_by_layer(
     return index
 
 
+def unmoving(table: TableSnapshot, observation: Observation, policy: Policy, budget_bytes: int) -> np.ndarray:
+    """Ablation: the planner's own initial widths, from offline sensitivity alone, for good."""
+    start, plan = initial_plan(table, policy, budget_bytes, Observation(KVState(0, 1)))
+    index = committed_index(start).astype(np.int64)
+    index[[move.row for move in plan.transitions]] = np.searchsorted(
+        table.widths, [move.to_bits for move in plan.transitions]
+    )
+    return index
+
+
 def hotness_tiers(table: TableSnapshot, observation: Observation, policy: Policy, budget_bytes: int) -> np.ndarray:
     """DynaExq's rule: in every layer the hottest experts at the high width, the rest at the low, sensitivity unseen."""
     mass = row_mass(table, observation, policy)
@@ -149,6 +160,7 @@ BASELINES = (
     Baseline("uniform", uniform),
     Baseline("static mixed", static_mixed, follows_pressure=False),
     Baseline("static mixed by layer", static_mixed_by_layer, follows_pressure=False),
+    Baseline("without page movement", unmoving, follows_pressure=False),
     Baseline("hotness tiers", hotness_tiers),
     Baseline("layer swap", layer_swap),
     Baseline("dynamic pair", dynamic_pair),

@@ -50,6 +50,8 @@ class PageTable:
         self.step = 0
         self.version = 0
         self._dirty = np.zeros(rows, dtype=bool)
+        # What every boundary asks is kept beside the arrays, whose scans would cost more than all the rest of it.
+        self._last_changed_at, self._any_dirty = 0, False
         self._arena = arena
         self._planes = np.arange(planes)
         self._identity = _identities(layout)
@@ -72,12 +74,12 @@ class PageTable:
     @property
     def steps_at_rest(self) -> int:
         """Boundaries since any committed width changed."""
-        return self.step - int(self._changed_at.max())
+        return self.step - self._last_changed_at
 
     @property
     def published(self) -> bool:
         """Whether kernels see every committed width."""
-        return not self._dirty.any()
+        return not self._any_dirty
 
     def slot_bytes(self, rows: np.ndarray) -> np.ndarray:
         """Bytes of the tables in use above the floor's."""
@@ -197,12 +199,13 @@ class PageTable:
         for held in (self.frames, self.floor_run, self.slot_run):
             held[rows] = replaced(held[rows], sources, targets)
         self._dirty[rows] |= self.committed[rows] > 0
+        self._any_dirty = bool(self._dirty.any())
 
     def publish(self) -> None:
         """Write the changed rows into the device tables, ordered on the compute stream; nothing waits."""
-        rows = np.flatnonzero(self._dirty)
-        if not len(rows):
+        if not self._any_dirty:
             return
+        rows = np.flatnonzero(self._dirty)
         frames = self.frames[rows].reshape(len(rows), -1)
         runs = np.where(self.slot_run[rows] >= 0, self.slot_run[rows], self.floor_run[rows])
         # A plane that is not there gets the null address: a kernel that read it would fault, not answer wrongly.
@@ -215,7 +218,7 @@ class PageTable:
         self.tables.frame_address.index_copy_(0, index, frame_address.unflatten(1, self.frames.shape[1:]))
         self.tables.table_address.index_copy_(0, index, table_address.squeeze(1))
         self.tables.bits.index_copy_(0, index, bits.squeeze(1).int())
-        self._dirty[rows] = False
+        self._dirty[rows] = self._any_dirty = False
 
     def check(self) -> None:
         """Assert every invariant of table and arena together; for tests and after faults."""
@@ -235,6 +238,8 @@ class PageTable:
         self._check_published()
 
     def _check_published(self) -> None:
+        assert self._any_dirty == self._dirty.any()
+        assert self._last_changed_at == self._changed_at.max()
         clean = np.flatnonzero(~self._dirty & (self.committed > 0))
         assert (self.tables.bits.cpu().numpy()[clean] == self.committed[clean]).all()
         published = self.tables.frame_address.cpu().numpy()[clean]
@@ -245,8 +250,8 @@ class PageTable:
     def _commit(self, rows: np.ndarray) -> None:
         self.committed[rows] = self.desired[rows]
         self.version += 1
-        self._changed_at[rows] = self.step
-        self._dirty[rows] = True
+        self._changed_at[rows] = self._last_changed_at = self.step
+        self._dirty[rows] = self._any_dirty = True
 
     def _slot_frames(self, rows: np.ndarray) -> np.ndarray:
         committed = self.committed[rows]
