@@ -1,4 +1,4 @@
-"""Draws docs/decode-roofline.svg from bench/results/h200-decode.json: time against the byte floor."""
+"""Draws docs/decode-roofline.svg from bench/results/h200-decode*.json: time against the byte floor, and Marlin."""
 
 from __future__ import annotations
 
@@ -12,25 +12,38 @@ MARKS = {"qwen": "o", "mixtral": "s", "gemma": "^"}
 COLOURS = {"3": "tab:blue", "4": "tab:orange", "6": "tab:green", "mixed": "tab:red"}
 
 
-def best_rows() -> list[dict]:
-    rows = json.loads((ROOT / "bench/results/h200-decode.json").read_text())["rows"]
+def measured_rows() -> list[dict]:
+    paths = sorted((ROOT / "bench/results").glob("h200-decode*.json"))
+    return [row for path in paths for row in json.loads(path.read_text())["rows"] if row["shape"] in MARKS]
+
+
+def best_rows(rows: list[dict]) -> list[dict]:
     best: dict[tuple, dict] = {}
     for row in rows:
-        key = (row["shape"], row["tokens"], row["bits"], row["codebooks"])
-        if key not in best or row["us"] < best[key]["us"]:
-            best[key] = row
-    return [row for row in best.values() if row["shape"] in MARKS and row["codebooks"] == "fast"]
+        if row.get("codebooks") == "fast" and "us" in row:
+            key = (row["shape"], row["tokens"], row["bits"], round(row["floor_us"]))
+            best[key] = min(best.get(key, row), row, key=lambda one: one["us"])
+    return list(best.values())
 
 
 def main() -> None:
     figure, axes = plt.subplots(figsize=(6.4, 4.8))
-    for row in best_rows():
+    rows = measured_rows()
+    for row in best_rows(rows):
         axes.plot(row["floor_us"], row["us"], MARKS[row["shape"]], color=COLOURS[row["bits"]], markersize=6)
+    marlin = {
+        (row["shape"], row["tokens"], row["experts_met"]): row["us"] for row in rows if "int4" in row.get("peer", "")
+    }
+    for row in rows:
+        key = (row["shape"], row["tokens"], row.get("experts_met"))
+        if row.get("bits") == "4" and row.get("codebooks") == "fast" and key in marlin:
+            axes.plot(row["floor_us"], marlin[key], "x", color="black", markersize=6)
     limits = (2.5, 320)
     for share, style in ((1.0, "-"), (0.5, "--"), (0.25, ":")):
         axes.plot(limits, [limit / share for limit in limits], style, color="grey", label=f"{share:.0%} of 4.25 TB/s")
     for shape, mark in MARKS.items():
         axes.plot([], [], mark, color="black", label=shape)
+    axes.plot([], [], "x", color="black", label="vLLM 0.20.1, Marlin int4")
     for bits, colour in COLOURS.items():
         axes.plot([], [], "o", color=colour, label=f"{bits} bits" if bits != "mixed" else "3, 4 and 6 mixed")
     axes.set(xscale="log", yscale="log", xlim=limits, ylim=(5, 500))

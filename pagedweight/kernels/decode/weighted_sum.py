@@ -20,10 +20,11 @@ def _weighted_sum_kernel(
         tl.extra.cuda.gdc_wait()
     for i in tl.static_range(CHOICES):
         pair = token * CHOICES + i
-        expert = tl.load(ids_ptr + pair)
+        expert = tl.where(column < HIDDEN, tl.load(ids_ptr + pair).to(tl.int32), -1)
         routed = (expert >= 0) & (expert < EXPERTS)
-        weight = tl.load(weights_ptr + pair, routed, other=0.0).to(tl.float32)
+        weight = tl.load(weights_ptr + pair).to(tl.float32)
         for split in tl.static_range(SPLITS):
-            part_ptr = parts_ptr + (pair * SPLITS + split) * HIDDEN + column
-            total += weight * tl.load(part_ptr, routed & (column < HIDDEN), other=0.0)
+            part = tl.load(parts_ptr + (pair * SPLITS + split) * HIDDEN + column, routed, other=0.0)
+            # The weight of an id that is no expert may be anything.
+            total += tl.where(routed, weight * part, 0.0)
     tl.store(out_ptr + token * HIDDEN + column, total.to(out_ptr.dtype.element_ty), column < HIDDEN)
