@@ -116,11 +116,11 @@ def settings_of(arguments: argparse.Namespace, folder: Path) -> dict[str, object
 
 
 def command(module: str) -> str:
-    """The command of this run, files and folders by their names alone."""
+    """The command of this run, without the folders of absolute paths."""
     words = []
     for word in sys.argv[1:]:
         name, separator, path = word.rpartition("=")
-        words.append(name + separator + Path(path).name)
+        words.append(name + separator + Path(path).name if Path(path).is_absolute() else word)
     return f"python -m {module} {shlex.join(words)}"
 
 
