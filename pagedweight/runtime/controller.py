@@ -185,13 +185,16 @@ class Runtime:
             raise ValueError(f"widths {unsupported} are not supported; use {self.layout.widths}")
         self._pager.settle()
         self._carry_out(np.minimum(wanted, self._table.committed))
-        self._carry_out(wanted)
-        missing = int((self._table.committed != wanted).sum())
-        if missing:
-            raise OutOfFrames(
-                f"{missing} rows do not fit at the widths wanted: {self.arena.free_bytes} bytes are free; "
-                "raise the budget or ask for fewer bits"
-            )
+        before = None
+        while (missing := wanted - self._table.committed).any():
+            if before is not None and (missing == before).all():
+                raise OutOfFrames(
+                    f"{np.count_nonzero(missing)} rows do not fit at the widths wanted: {self.arena.free_bytes} bytes "
+                    "are free; raise the budget or ask for fewer bits"
+                )
+            # More than once when frames have to move for tables: only so many do in one go.
+            self._carry_out(wanted)
+            before = missing
 
     def ensure_bytes(self, wanted_bytes: int) -> None:
         """Make bytes free in the arena now, down to the floor width if need be. Raises OutOfFrames when impossible."""

@@ -96,6 +96,22 @@ def test_snapshot_bytes_are_the_bytes_held():
     assert (seen.loading_bytes, seen.releasing_bytes, seen.shortfall_bytes) == (0, 0, 0)
 
 
+def test_a_width_is_reached_whatever_lies_scattered_when_the_bytes_are_there():
+    """More tables look for neighbours than windows are cleared in one go."""
+    model = tiny_model(experts=(24,))
+    runtime = tiny_runtime(model, 2 * model.resident_frames(6))
+    runtime.follow_kv(lambda sources, targets: None)
+    runtime.set_bits(2)
+    taken = runtime.allocate_kv(runtime.arena.free_frames)
+    runtime.arena.free(taken[::2])
+    before = runtime.snapshot().moves
+    runtime.set_bits(6)
+    moves = runtime.snapshot().moves
+    assert moves.raised_rows - before.raised_rows > model.layout.rows  # some in two goes
+    assert moves.relocated_bytes > before.relocated_bytes
+    runtime.check()
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 6])
 def test_every_uniform_width_is_reached_from_every_other(bits):
     model = tiny_model()
