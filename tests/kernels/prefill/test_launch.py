@@ -12,22 +12,14 @@ from tests.support import assert_close
 pytestmark = pytest.mark.gpu  # tensor cores of Hopper; the interpreter has none
 
 
-def arguments(layer, stats):
-    shape = layer.shape
-    return (
-        *layer.tables, *stats, 0, 0, shape.experts, shape.intermediate, layer.frame_bytes, shape.activation,
-        list(layer.widths), ",".join(layer.codebooks), shape.gated, shape.limit,
-    )  # fmt: skip
-
-
 NARROW = PrefillConfig(tokens=64)  # half the code to compile
 
 
-def run(layer, batch, config=NARROW, stats=None):
+def run(placed, batch, config=NARROW, stats=None):
     from pagedweight.kernels.prefill.launch import launch_prefill_moe
 
-    stats = stats or RoutingStats.zeros(1, 1, layer.shape.experts, device=DEVICE)
-    return launch_prefill_moe(*batch, *arguments(layer, stats), config=config, **layer.biases)
+    stats = stats or RoutingStats.zeros(1, 1, placed.shape.experts, device=DEVICE)
+    return launch_prefill_moe(*batch, **placed.layer.arguments(placed.tables, stats), config=config)
 
 
 @settings(max_examples=5)  # each compiles two kernels
@@ -60,7 +52,7 @@ def test_mixed_widths_and_statistics_equal_the_twin(mixed):
     stats, expected = (RoutingStats.zeros(2, 1, 8, device=DEVICE) for _ in range(2))
     out = run(mixed, batch, stats=stats)
     assert_close(out, reference(mixed, batch), batch.x.dtype)
-    assert_close(out, fused_moe_reference(*batch, *arguments(mixed, expected)))
+    assert_close(out, fused_moe_reference(*batch, **mixed.layer.arguments(mixed.tables, expected)))
     assert torch.equal(stats.counts, expected.counts)
     for name in ("mass", "features"):
         assert_close(getattr(stats, name), getattr(expected, name), batch.x.dtype)
