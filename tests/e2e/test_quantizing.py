@@ -69,8 +69,8 @@ def test_a_folder_gives_the_pages_of_the_loaded_model(family: str, tmp_path: Pat
     model = FAMILIES[family]()
     source = dense_folder(model, tmp_path / "dense", "200KB")
     assert len(list(source.glob("*.safetensors"))) > 3
-    pagedweight.quantize(source, tmp_path / "streamed", device="cpu")
-    pagedweight.quantize(model, tmp_path / "loaded")
+    pagedweight.quantize(source, tmp_path / "streamed", device="cpu", widths=(2, 3))
+    pagedweight.quantize(model, tmp_path / "loaded", widths=(2, 3))
     assert pages(tmp_path / "streamed") == pages(tmp_path / "loaded")
     ids = tokens(1, 6)
     with torch.no_grad():
