@@ -122,7 +122,7 @@ FAMILIES: Mapping[str, Family] = {
     "lfm2_moe": Family({"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
     "llama4_text": Family({"num_experts_per_tok": 1, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 24}),
     "mellum": Family(since="5.17"),
-    "mimo_v2_flash": Family(),
+    "mimo_v2_flash": Family(since="5.17"),
     "minimax": Family(),
     "minimax_m2": Family(),
     "mixtral": Family(),
@@ -152,10 +152,11 @@ def family_model(name: str) -> PreTrainedModel:
 HEAD = """# Families of transformers that are served
 
 One drop-in serves every family whose experts transformers keeps fused; Llama 4 and DBRX have adapters. Each line below
-is a tiny random model that the tests build, quantize, load, patch and unpatch, on the oldest and the newest release
-supported: logits and greedy tokens equal those of the dense model rebuilt from the same codes, files are the same byte
-for byte when saved again, and unpatching gives the original back (`pytest tests/integrations/test_hf_families.py`). The
-table itself is written by `python -m tests.hf_families docs/families.md` and checked by those tests.
+is a tiny random model that the tests build, quantize, load, patch and unpatch, on transformers 5.17 and the newest 5.x:
+logits and greedy tokens equal those of the dense model rebuilt from the same codes, files are the same byte for byte
+when saved again, and unpatching gives the original back (`pytest tests/integrations/test_hf_families.py`; on 5.9 with
+`scripts/transformers-5.9.sh`). The table itself is written by `python -m tests.hf_families docs/families.md` and
+checked by those tests.
 
 A gate that clamps has its limit in brackets. A family whose name is not here is found by structure all the same;
 `pagedweight.patch` says in one sentence why when it cannot serve a model.

@@ -46,6 +46,3 @@ def _at_most(value, limit):
 @triton.jit
 def _at_least(value, limit):
     return tl.where(value < limit, limit, value)
-
-
-gate_activation = activation

@@ -65,8 +65,7 @@ def fused_moe(
         gate_up_bias, down_bias,
     )  # fmt: skip
     check_arguments(*arguments)
-    plain = activation in ("silu", "gelu_tanh") and gated and gate_up_bias is None and down_bias is None
-    return launch_on_cuda(*arguments, plain=plain)
+    return launch_on_cuda(*arguments)
 
 
 @fused_moe.register_kernel("cpu")
@@ -80,11 +79,11 @@ def _fused_moe_fake(x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def launch_on_cuda(x: torch.Tensor, *arguments: object, plain: bool = True, **named: object) -> torch.Tensor:
-    """The Triton kernels of the batch's regime; the other arguments are fused_moe's. ImportError without Triton."""
+def launch_on_cuda(x: torch.Tensor, *arguments: object, **named: object) -> torch.Tensor:
+    """The Triton kernels of the batch's regime; the arguments are fused_moe's. ImportError without Triton."""
     # Not at the top: where Triton has no wheel, everything but this launch must work.
     from pagedweight.kernels.regimes import choose_regime
 
     # Triton launches on the current device; make that the tensors' own.
     with torch.cuda.device(x.device):
-        return choose_regime(x, plain)(x, *arguments, **named)
+        return choose_regime(x)(x, *arguments, **named)

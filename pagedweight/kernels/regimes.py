@@ -11,11 +11,8 @@ from pagedweight.kernels.fused_moe import launch_fused_moe
 from pagedweight.kernels.prefill.config import can_prefill
 
 
-def choose_regime(x: torch.Tensor, plain: bool = True) -> Callable[..., torch.Tensor]:
-    """The launcher for (T, H) inputs, from shapes and types alone: a captured graph stays right.
-
-    plain: silu or gelu_tanh with a gate and without biases; every regime serves the rest too.
-    """
+def choose_regime(x: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """The launcher for (T, H) inputs, from shapes and types alone: a captured graph stays right."""
     if can_decode(x):
         return launch_decode_moe
     if can_prefill(x):
