@@ -1,8 +1,8 @@
 """Settings of the decode launches to time, by suite; `bench/kernels/bench_decode.py --suite NAME` runs them on a GPU.
 
-The table in kernels/decode/config.py was made from `sweep`, then `variants`: the best line of a case becomes or confirms
-a row. `chosen` times that table, in frames and in whole planes; `peers` does so beside vLLM's kernels; `answers` checks
-every width and codebook on ragged shapes; `small` is for tools that run launches slowly.
+The table in kernels/decode/config.py was made from `sweep`, then `variants`: the best line of a case makes or
+confirms a row. `chosen` times that table, in frames and in whole planes; `peers` does so beside vLLM's kernels;
+`answers` checks every width and codebook on ragged shapes; `small` is for tools that run launches slowly.
 """
 
 from __future__ import annotations
