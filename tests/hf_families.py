@@ -86,7 +86,8 @@ FAMILIES: Mapping[str, Family] = {
             "max_seq_len": 128,
             "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
             "ffn_config": {"ffn_hidden_size": 24, "hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
-        }
+        },
+        since="5.17",  # the model itself does not run on 5.9
     ),
     "deepseek_v2": Family(LATENT),
     "deepseek_v3": Family(LATENT),
