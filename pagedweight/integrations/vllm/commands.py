@@ -48,13 +48,13 @@ class Round(NamedTuple):
 class StepCommands(NamedTuple):
     """Everything of one boundary, the same on every rank; carried out before the step's first kernel, in this order.
 
-    rounds: what falls and moves, one after another. raised: widths that rise now, whose frames have been loading since
-    an earlier step. loads: frames to load.
+    raised: widths that rise now, whose frames have been loading since an earlier step. rounds: what falls and moves,
+    one after another; what has just risen may fall again. loads: frames to load.
     """
 
     step: int = 0
-    rounds: tuple[Round, ...] = ()
     raised: Widths = Widths()
+    rounds: tuple[Round, ...] = ()
     loads: FrameSpots = FrameSpots()
 
     @property

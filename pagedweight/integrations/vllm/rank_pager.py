@@ -28,14 +28,14 @@ class RankPager:
     def carry_out(self, commands: StepCommands) -> None:
         """One boundary. After it kernels see the new widths, and nothing reads blocks that were given up."""
         changed: list[np.ndarray] = []
-        for lower, moves in commands.rounds:
-            changed += [self._commit(lower), self._move(moves)]
-        if commands.rounds:
-            # A block whose load was abandoned may be the KV cache's in this step: what is on its way comes before.
+        if commands.rounds or len(commands.raised.row):
+            # What is on its way comes before what reads it, before frames that move to where an abandoned load went,
+            # and before the KV cache that may have such a block in this step.
             self._copies.join()
         if len(commands.raised.row):
-            self._copies.join()
             changed.append(self._commit(commands.raised))
+        for lower, moves in commands.rounds:
+            changed += [self._commit(lower), self._move(moves)]
         if changed:
             self._publish(np.unique(np.concatenate(changed)))
         if commands.loads:

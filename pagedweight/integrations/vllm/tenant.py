@@ -118,13 +118,14 @@ class Tenant:
         given = self._give_up(blocks, kv)
         if not given and len(self.planner.tenancy.loading):
             self._append(self.planner.abandon_loads())
+            self._loads = FrameSpots()  # all of this step's are among them
             given = self._give_up(blocks, kv)
         self._count(rescues=int(given > 0))
         return given > 0
 
     def end_step(self) -> StepCommands:
         """What the ranks must do before this step."""
-        commands = StepCommands(self.planner.step, tuple(self._rounds), self._raised, self._loads)
+        commands = StepCommands(self.planner.step, self._raised, tuple(self._rounds), self._loads)
         self._rounds, self._raised, self._loads = [], Widths(), FrameSpots()
         return commands
 

@@ -81,6 +81,21 @@ class Rank:
         self.pager = RankPager(self.weights, self.host, self.frames, HostFrameCopies(FRAME_BYTES))
 
 
+class NotedCopies(HostFrameCopies):
+    """Says in which order it was called."""
+
+    def __init__(self, frame_bytes: int, done: list[str]) -> None:
+        super().__init__(frame_bytes)
+        self._done = done
+
+    def move(self, source: np.ndarray, target: np.ndarray) -> None:
+        self._done.append("move")
+        super().move(source, target)
+
+    def join(self) -> None:
+        self._done.append("join")
+
+
 class Engine:
     def __init__(self, blocks: int, ranks: int = 1, **options: int) -> None:
         chosen = ServingOptions(**{"offload_free_blocks": 1, "reload_free_blocks": 3, "min_dwell_steps": 1, **options})
@@ -119,7 +134,9 @@ class Engine:
         tenancy.check()
         assert self.pool.free_blocks + len(self.pool.cache) + self.held == self.pool.total
         for rank in self.ranks:
-            assert (rank.weights.tables.bits.numpy() == tenancy.width).all()
+            # Named first: a failing assert prints what it names, and tables hold all of memory.
+            bits = rank.weights.tables.bits.numpy()
+            assert (bits == tenancy.width).all()
             rank.pager.check()
 
     def _carry_out(self, commands: StepCommands) -> None:
@@ -174,6 +191,44 @@ def test_loads_on_their_way_are_abandoned_before_a_request_is_preempted() -> Non
     engine.step()
     assert len(engine.tenant.planner.tenancy.loading)
     assert engine.step(engine.pool.total), "the whole pool belongs to requests, if they need it"
+
+
+def test_what_has_just_come_may_be_given_up_in_the_same_step() -> None:
+    engine = Engine(60, settle_steps=1, reload_blocks_per_step=64)
+    engine.step(engine.pool.total)
+    engine.pool.shrink()
+    engine.step()
+    assert len(engine.tenant.planner.tenancy.loading)
+    assert engine.step(engine.pool.total)
+    assert engine.tenant.counts.raised
+    assert (engine.bits == LAYOUT.floor_width).all()
+
+
+def test_blocks_whose_load_is_abandoned_in_its_own_step_are_not_loaded_into() -> None:
+    engine = Engine(60, settle_steps=2, reload_blocks_per_step=64)
+    engine.step(engine.pool.total)
+    engine.pool.shrink()
+    engine.tenant.begin_step(0)
+    assert len(engine.tenant.planner.tenancy.loading)
+    while engine.tenant.rescue(64):
+        pass
+    assert engine.held == 0
+    assert not engine.tenant.end_step().loads
+
+
+def test_frames_on_their_way_come_before_anything_moves() -> None:
+    """On a GPU a copy that is still on its way could land on a frame that was moved where it goes."""
+    engine = Engine(60, settle_steps=1, reload_blocks_per_step=64)
+    engine.step(engine.pool.total)
+    engine.pool.shrink()
+    engine.step()
+    engine.tenant.begin_step(engine.pool.free_blocks + 3)
+    commands, done = engine.tenant.end_step(), []
+    assert any(moves.frames for _, moves in commands.rounds)
+    pager = engine.ranks[0].pager
+    pager._copies = NotedCopies(FRAME_BYTES, done)
+    pager.carry_out(commands)
+    assert done.index("join") < done.index("move")
 
 
 def test_case_99_ranks_do_the_same_at_every_step() -> None:
