@@ -66,8 +66,9 @@ class Planning:
         self._shared = shared
         background = len(table.committed) >= config.background_rows and not config.deterministic
         self._worker = PlanWorker(background=background)
-        step_bytes = np.diff(table.snapshot().bytes, axis=1)
-        self._most_raised_bytes = max(int(_RAISES_PER_BOUNDARY * step_bytes.mean()), int(step_bytes.max()))
+        step_bytes = np.diff(table.snapshot().bytes, axis=1)  # empty where a model has one width
+        mean_bytes = step_bytes.sum() / max(1, step_bytes.size)
+        self._most_raised_bytes = max(int(_RAISES_PER_BOUNDARY * mean_bytes), int(step_bytes.max(initial=0)))
         self.queue = ReadyQueue(table, policy, self._worker, trace)
         self._signals_at = 0
         self._fruitless: tuple[int, ...] | None = None
@@ -84,6 +85,7 @@ class Planning:
         forecast_blocks: KV blocks expected soon; thresholds and targets take them for gone, as they do pending ones.
         """
         self._forecast_blocks = forecast_blocks
+        self._note_refused()
         step, period = self._table.step, self._config.plan_period_steps
         if (step + 1) % period == 0 and step + 1 - self._signals_at >= self._wait_steps(kv):
             self._signals_at = step + 1
@@ -144,6 +146,7 @@ class Planning:
         plan = self.queue.plan(seen, observing, pressure)
         if plan.transitions:
             self._answered = kv, plan.released_bytes
+            self._no_room.clear()
         return plan
 
     def _prepare(self, kv: KVState) -> tuple[TableSnapshot, Callable[[], Observation]]:
@@ -177,7 +180,6 @@ class Planning:
             if outdated or (due and self.queue.age_steps >= self._wait_steps(kv)):
                 self.queue.refresh(lambda: self._prepare(kv))
             return _NOTHING
-        self._note_refused()
         asked = self._worker.ask(("raise", self._table.version), lambda: self._raise_call(kv, available))
         if asked is None:
             return None
@@ -216,7 +218,8 @@ class Planning:
         return self._parent_at[1]
 
     def _note_refused(self) -> None:
-        """Rows of the last raise for which the pager found no run of frames let others try, until none is left."""
+        """Rows of the last boundary's raise for which the pager found no run of frames let others try, until none is
+        left or frames are released. At later boundaries a row may have risen and been lowered again."""
         at_rest = self._table.desired == self._table.committed
         self._no_room |= {t.row for t in self._asked if at_rest[t.row] and self._table.committed[t.row] == t.from_bits}
         self._asked = ()

@@ -315,3 +315,33 @@ def test_explain_says_why_what_it_cost_and_what_more_room_would_do() -> None:
         runtime.explain(1, 0, "up")
     with pytest.raises(KeyError):
         runtime.explain(9, 0, "down")
+
+
+def test_a_model_of_one_width_has_nothing_to_plan() -> None:
+    model = tiny_model(widths=(4,))
+    runtime = tiny_runtime(model, model.resident_frames(4) + 20, RuntimeConfig(**THRESHOLDS))
+    for pending_blocks in (0, 4, 40):
+        runtime.boundary(pending_blocks=pending_blocks)
+    assert (runtime.snapshot().bits == 4).all()
+    assert runtime.snapshot().shortfall_bytes > 0
+    runtime.check()
+
+
+def test_rows_that_rose_and_fell_come_back_first_again() -> None:
+    """The last raise before pressure was not refused, even if its rows are where they were when it was asked for."""
+    model = tiny_model(experts=(6,), widths=(2, 3))
+    config = RuntimeConfig(offload_free_blocks=1, reload_free_blocks=2, min_dwell_steps=0, plan_period_steps=1)
+    runtime = tiny_runtime(model, model.resident_frames(3) + 60, config, block_frames=1)
+    held, raised = runtime.allocate_kv(runtime.arena.free_frames), []
+    for _ in range(3):
+        while not runtime.idle or (runtime.snapshot().bits > 2).any():
+            held = np.concatenate([held, runtime.allocate_kv(runtime.arena.free_frames)])
+            runtime.boundary()
+        held = np.concatenate([held, runtime.allocate_kv(runtime.arena.free_frames)])
+        runtime.arena.free(held[:14])
+        held = held[14:]
+        runtime.boundary()
+        table = runtime._table
+        raised.append(np.flatnonzero(table.desired > table.committed).tolist())
+    assert raised[0]
+    assert raised[1:] == raised[:1] * 2
