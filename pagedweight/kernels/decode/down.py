@@ -29,8 +29,10 @@ def _combine(
         for i in range(CHOICES):
             pair = token * CHOICES + i
             expert = tl.load(ids_ptr + pair, complete, other=-1)
-            weight = tl.load(weights_ptr + pair, complete, other=0.0).to(tl.float32)
-            add = write & ((expert >= 0) & (expert < EXPERTS))[None, :]
+            is_expert = (expert >= 0) & (expert < EXPERTS)
+            # The weight of an id that is no expert may be anything.
+            weight = tl.load(weights_ptr + pair, is_expert, other=0.0).to(tl.float32)
+            add = write & is_expert[None, :]
             for split in tl.static_range(SPLITS):
                 part = (pair * SPLITS + split)[None, :] * HIDDEN + out_row[:, None]
                 total += weight[None, :] * tl.load(parts_ptr + part, add, other=0.0, cache_modifier=".cg")

@@ -80,6 +80,17 @@ def test_foreign_and_repeated_ids_case_51(id_type):
     assert torch.equal(out[1], torch.zeros_like(out[1]))
 
 
+@pytest.mark.parametrize("config", [ONE, MANY, replace(MANY, separate_sum=True)], ids=["one", "many", "apart"])
+def test_the_weight_of_an_id_that_is_no_expert_may_be_anything(config):
+    layer = random_layer(MoeLayer(0, 3, 64, 48), (3,), seed=5)
+    batch = random_batch(layer, config.tokens, 2, seed=6)
+    batch.ids[:, 0] = -1
+    clean = run(layer, batch, config)
+    batch.weights[:, 0] = float("nan")
+    assert clean.any()
+    assert torch.equal(run(layer, batch, config), clean)
+
+
 def test_one_expert_takes_every_token():
     layer = random_layer(MoeLayer(0, 3, 64, 48), (4,), seed=7)
     batch = random_batch(layer, 9, 1, seed=8)
