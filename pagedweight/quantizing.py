@@ -74,7 +74,7 @@ def quantize(
     folder = local_folder(model_or_path) if isinstance(model_or_path, str | Path) else None
     if folder is not None and out.exists() and folder.samefile(out):
         raise ValueError(f"{out} holds the model itself; write to another folder")
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(device)
     if not isinstance(calibration, Statistics | None):
         calibration = windows_of(calibration, lambda: tokenizer or _tokenizer(folder), count=windows)
     source = _source(model_or_path if folder is None else folder, device)
@@ -87,7 +87,18 @@ def quantize(
     else:
         digest = {} if calibration is None else {"calibration": statistics_digest(calibration)}
         write_folder(_weighed(job._replace(recipe=job.recipe | digest), calibration))
+    shutil.rmtree(out / DRAFT, ignore_errors=True)
     return out
+
+
+def _device(name: torch.device | str | None) -> torch.device:
+    """The device of that name, the GPU if there is one by default. ValueError when torch has none such here."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device is {str(name)!r} ({error}); give one that torch has here") from error
+    return device
 
 
 def _recipe(source: Source, settings: Settings, importance: Importance | None) -> dict[str, str]:
@@ -127,7 +138,6 @@ def _write_from_text(
     else:
         del model
         write_folder(job)
-    shutil.rmtree(job.out / DRAFT, ignore_errors=True)
 
 
 def _calibrated(

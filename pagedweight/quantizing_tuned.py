@@ -50,8 +50,10 @@ def write_tuned(job: Job, model: PreTrainedModel, windows: Windows, options: Tun
 
 def _draft(job: Job, folder: Path) -> Checkpoint:
     """The finished draft of this recipe, written now as far as it is not there."""
-    if (folder / FOLDER / METADATA).is_file() and Checkpoint.open(folder).recipe == job.recipe:
-        return Checkpoint.open(folder)
+    if "source" in job.recipe and (folder / FOLDER / METADATA).is_file():
+        kept = Checkpoint.open(folder)
+        if (kept.recipe, kept.layout) == (job.recipe, job.layout):
+            return kept
     (folder / TUNED).unlink(missing_ok=True)
     writer = job.writer(folder)
     try:

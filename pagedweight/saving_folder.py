@@ -100,10 +100,10 @@ class DenseFolder:
 
 
 def _file_names(folder: Path) -> list[str]:
+    if (folder / SINGLE).is_file():  # transformers, too, looks for it first
+        return [SINGLE]
     if (folder / INDEX).is_file():
         return sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-    if (folder / SINGLE).is_file():
-        return [SINGLE]
     raise ValueError(
         f"{folder} has neither {SINGLE} nor {INDEX}; save the model with save_pretrained, which writes safetensors"
     )

@@ -229,6 +229,58 @@ def test_a_run_by_another_recipe_starts_again(dense: Path, tmp_path: Path) -> No
     assert pages(tmp_path / "out") == pages(tmp_path / "fresh")
 
 
+def test_a_model_in_memory_never_goes_on_from_another_ones_codes(dense: Path, tmp_path: Path) -> None:
+    """Nothing tells one model in memory from another: what a killed run left may be of weights that were others."""
+    recipe = {"level": "best", "calibration": windows(), "tuning": TUNING}
+
+    def kill_in_tuning(step: str, done: int, total: int) -> None:
+        if step == "tuning":
+            raise Killed(step)
+
+    with pytest.raises(Killed):
+        pagedweight.quantize(mixtral_m8(seed=1, **SMALL), tmp_path / "out", progress=kill_in_tuning, **recipe)
+    model = AutoModelForCausalLM.from_pretrained(dense)
+    pagedweight.quantize(model, tmp_path / "out", **recipe)
+    assert pages(tmp_path / "out") == pages(pagedweight.quantize(model, tmp_path / "fresh", **recipe))
+
+
+def test_codes_for_other_widths_are_not_taken_up(dense: Path, tmp_path: Path) -> None:
+    recipe = {"level": "best", "calibration": windows(), "tuning": TUNING}
+    with pytest.raises(Killed):
+        pagedweight.quantize(dense, tmp_path / "out", widths=(2, 3), progress=Killer(15), **recipe)
+    assert (tmp_path / "out" / "pagedweight-draft" / "pagedweight" / "metadata.json").exists()
+    pagedweight.quantize(dense, tmp_path / "out", widths=(2, 4), **recipe)
+    fresh = pagedweight.quantize(dense, tmp_path / "fresh", widths=(2, 4), **recipe)
+    assert everything(tmp_path / "out") == everything(fresh)
+
+
+def test_a_draft_does_not_stay_when_a_run_without_text_ends(dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        pagedweight.quantize(dense, tmp_path / "out", level="best", calibration=windows(), progress=Killer(10))
+    assert (tmp_path / "out" / "pagedweight-draft").exists()
+    assert everything(pagedweight.quantize(dense, tmp_path / "out")) == everything(
+        pagedweight.quantize(dense, tmp_path / "fresh")
+    )
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nowhere"])
+def test_a_device_that_is_not_there_is_refused_at_once(dense: Path, tmp_path: Path, device: str) -> None:
+    with pytest.raises(ValueError, match=f"device is '{device}'.*give one that torch has here"):
+        pagedweight.quantize(dense, tmp_path / "out", device=device)
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_one_file_and_an_index_the_file_counts_as_for_transformers(dense: Path, tmp_path: Path) -> None:
+    other = mixtral_m8(seed=1, **SMALL)
+    other.save_pretrained(tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "model.safetensors", dense)
+    loaded = AutoModelForCausalLM.from_pretrained(dense)
+    assert torch.equal(loaded.lm_head.weight, other.lm_head.weight)
+    assert pages(pagedweight.quantize(dense, tmp_path / "out")) == pages(
+        pagedweight.quantize(other, tmp_path / "fresh")
+    )
+
+
 def test_levels_lower_the_damage_and_say_so_in_the_policy(dense: Path, tmp_path: Path) -> None:
     statistics = statistics_of(AutoModelForCausalLM.from_pretrained(dense), batch(8, 64))
     save_statistics(statistics, tmp_path / "statistics")
