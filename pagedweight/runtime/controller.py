@@ -221,9 +221,9 @@ class Runtime:
 
     def close(self) -> None:
         """Finish what is in flight and give host memory back; the runtime does nothing afterwards."""
-        self._pager.settle()
         self.pause()
         self._closed = True
+        self._pager.settle()
         self._planning.close()
         self._engine.close()
         self._host.close()

@@ -62,6 +62,6 @@ class Rescue:
             )
         return OutOfFrames(
             f"{wanted_bytes} bytes wanted: {before_bytes} were free, {free - before_bytes} more were released, "
-            f"{wanted_bytes - free} are missing with every linear-block at its floor; free some KV cache or raise the "
-            "budget"
+            f"{wanted_bytes - free} are missing with every linear-block as low as the floor, pins and quality budget "
+            "leave it; free some KV cache or raise the budget"
         )

@@ -1,4 +1,5 @@
 import logging
+import threading
 
 import numpy as np
 import pytest
@@ -581,4 +582,30 @@ def test_close_finishes_what_is_in_flight():
     for _ in range(20):
         runtime.boundary(pending_blocks=1)
     runtime.close()
+    runtime.check()
+
+
+def test_close_waits_for_a_boundary_on_another_thread_and_finishes_what_it_began():
+    model = tiny_model()
+    slow, reading, go_on = [False], threading.Event(), threading.Event()
+
+    def read() -> KVState:
+        if slow[0]:
+            reading.set()
+            assert go_on.wait(10)
+        return KVState(0 if slow[0] else 1000, BLOCK_FRAMES * FRAME_BYTES)
+
+    runtime = tiny_runtime(model, 400, gauge=CallableGauge(read), engine=CrankedEngine)
+    slow[0] = True
+    boundary = threading.Thread(target=runtime.boundary)
+    boundary.start()
+    assert reading.wait(10)
+    closing = threading.Thread(target=runtime.close)
+    closing.start()
+    closing.join(0.2)
+    go_on.set()
+    boundary.join(10)
+    closing.join(10)
+    assert runtime.snapshot().moves.lowered_rows > 0
+    assert runtime.idle
     runtime.check()
