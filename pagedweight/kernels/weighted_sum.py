@@ -42,7 +42,7 @@ def _weighted_sum_kernel(
 def launch_weighted_sum(
     y: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor, out: torch.Tensor, experts: int
 ) -> None:
-    """Writes out (T, H) from y (T * A, H) fp32; choices with an id outside [0, E) are left out."""
+    """Writes out (T, H) from y (T * A, H), fp32 or out's type; choices with an id outside [0, E) are left out."""
     tokens, hidden = out.shape
     block = min(1024, triton.next_power_of_2(hidden))
     _weighted_sum_kernel[(tokens, triton.cdiv(hidden, block))](
