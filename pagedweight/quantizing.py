@@ -112,9 +112,7 @@ def _weighed(job: Job, statistics: Statistics | None) -> Job:
     """The job with errors weighed by calibration."""
     if statistics is None:
         return job
-    shapes = tuple(layer.shape for layer in statistics.layers)
-    if shapes != job.layout.moe_layers:
-        raise ValueError(f"the statistics are of {len(shapes)} layers of other experts; calibrate this model")
+    statistics.check_layers(job.layout.moe_layers)
     warn_of_cold_experts(statistics)
     return job._replace(measured=statistics)
 

@@ -225,6 +225,17 @@ def test_a_forward_wrapped_around_the_experts_survives_patching() -> None:
     assert model.model.layers[0].mlp.experts.forward is wrapped
 
 
+def test_a_preparation_of_ones_own_survives_patching() -> None:
+    model = mixtral_m8()
+    own = model.prepare_inputs_for_generation = lambda *args, **kwargs: type(model).prepare_inputs_for_generation(
+        model, *args, **kwargs
+    )
+    pagedweight.patch(model)
+    model.generate(tokens(1, 4), max_new_tokens=2, do_sample=False)
+    pagedweight.unpatch(model)
+    assert model.prepare_inputs_for_generation is own
+
+
 def test_patching_twice_is_refused() -> None:
     model = pagedweight.patch(small())
     with pytest.raises(ValueError, match="patched already; unpatch it first"):

@@ -116,7 +116,7 @@ def calibrate(
     windows, length: at most that many windows of that many tokens are used.
     model: the unquantized model, or where it is; by default the checkpoint at its parent width stands in for it.
     write: put policy.* and calibration.json beside the pages. progress: called with (step, done, total).
-    ValueError, before a model is loaded, when the text will not do.
+    ValueError, before a model is loaded, when the text will not do or the statistics are of another model.
     """
     opened = Checkpoint.open(checkpoint)
     options = options or Options()
@@ -126,6 +126,8 @@ def calibrate(
     data = windows_of(data, lambda: tokenizer or _tokenizer(checkpoint), length=length, count=windows)
     if isinstance(statistics, str | Path):
         statistics = load_statistics(statistics)
+    if statistics is not None:
+        statistics.check_layers(opened.layout.moe_layers)
     dense = _dense(checkpoint, model)
     result = calibrate_model(dense, opened.layout, opened.block, data, options, progress, statistics)
     if write:

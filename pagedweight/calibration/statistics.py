@@ -124,6 +124,11 @@ class Statistics:
         """Eq. (1), fp64 (E,), of one layer."""
         return routing_mass(self.layers[layer_index])
 
+    def check_layers(self, moe_layers: Sequence[MoeLayer]) -> None:
+        """ValueError unless these are of experts like a model's."""
+        if tuple(layer.shape for layer in self.layers) != tuple(moe_layers):
+            raise ValueError(f"the statistics are of {len(self.layers)} layers of other experts; calibrate this model")
+
     def check(self) -> None:
         """ValueError when nothing was observed, or when a sum is not finite."""
         for layer in self.layers:

@@ -45,24 +45,28 @@ class Boundary(Protocol):
 
 
 class Hooks(NamedTuple):
-    """What a patched model carries; take_off() removes it."""
+    """What a patched model carries; take_off() removes it. prepares: whether generate's preparation is ours."""
 
     forward: BeforeForward
     handle: RemovableHandle
     model: weakref.ref[nn.Module]
+    prepares: bool
 
     def take_off(self) -> None:
         self.handle.remove()
-        vars(self.model()).pop("prepare_inputs_for_generation", None)
+        if self.prepares:
+            vars(self.model()).pop("prepare_inputs_for_generation", None)
 
 
 def add_boundary_hooks(model: nn.Module, runtime: Boundary) -> Hooks:
     """Call the boundary before every forward of the model, generate's and direct ones alike."""
     before = BeforeForward(runtime)
     own = weakref.ref(model)  # the model holds what is made here: a reference back would keep its memory
-    if hasattr(model, "prepare_inputs_for_generation") and "prepare_inputs_for_generation" not in vars(model):
+    # One that somebody put on the model stays: the forward's own hook is enough.
+    prepares = hasattr(model, "prepare_inputs_for_generation") and "prepare_inputs_for_generation" not in vars(model)
+    if prepares:
         model.prepare_inputs_for_generation = _preparing(own, before)
-    return Hooks(before, model.register_forward_pre_hook(before, with_kwargs=True), own)
+    return Hooks(before, model.register_forward_pre_hook(before, with_kwargs=True), own, prepares)
 
 
 def _preparing(model: weakref.ref[nn.Module], before: BeforeForward) -> Callable[..., dict]:

@@ -23,6 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from pagedweight.checkpoint import FOLDER, Checkpoint, CheckpointError
 from pagedweight.discovery import ExpertsModule, find_experts
 from pagedweight.patching import assemble, patch
+from pagedweight.quant.levels import check_level
 from pagedweight.runtime.config import RuntimeConfig
 from pagedweight.saving_source import METHOD
 
@@ -38,9 +39,14 @@ class PagedWeightConfig(QuantizationConfigMixin):
     """
 
     def __init__(
-        self, runtime: RuntimeConfig | None = None, level: str = "fast", deferred: bool = False, **_: object
+        self,
+        runtime: RuntimeConfig | None = None,
+        level: str = "fast",
+        deferred: bool = False,
+        quant_method: str = METHOD,  # as config.json names it
     ) -> None:
-        self.quant_method = METHOD
+        check_level(level, calibrated=False)
+        self.quant_method = quant_method
         self.runtime = runtime
         self.level = level
         self.deferred = deferred

@@ -18,7 +18,7 @@ from pagedweight.calibration.substitution import substituted
 from pagedweight.calibration.text import Windows
 from pagedweight.discovery import find_experts
 from pagedweight.policy import Policy
-from tests.calibration.support import WIDTHS, blocks_of, layout_of
+from tests.calibration.support import WIDTHS, batch, blocks_of, layout_of, statistics_of
 from tests.hf_models import mixtral_m8, tokens
 
 OPTIONS = Options(rows=4, gain_windows=4, residual_windows=8, search_windows=2)
@@ -146,3 +146,10 @@ def test_case_31_a_rank_that_holds_part_of_the_experts_is_refused() -> None:
         experts.module._is_expert_parallel = True
     with pytest.raises(ValueError, match="split over expert-parallel ranks; load the model without"):
         calibrate_model(model, layout, blocks.__getitem__, windows(), OPTIONS)
+
+
+def test_statistics_of_another_model_are_refused_before_a_model_is_loaded(tmp_path) -> None:
+    pagedweight.quantize(mixtral_m8(num_local_experts=3), tmp_path / "paged", widths=(2, 3))
+    other = statistics_of(mixtral_m8(num_local_experts=4), batch(2, 8))
+    with pytest.raises(ValueError, match="the statistics are of 2 layers of other experts"):
+        calibrate(tmp_path / "paged", windows(), statistics=other, model=tmp_path / "no model")

@@ -63,6 +63,13 @@ def test_from_pretrained_of_a_dense_folder_quantizes_as_it_loads(tmp_path: Path)
     assert digests(tmp_path / "paged").keys() == digests(quantized_folder("M8")).keys()
 
 
+def test_a_config_that_will_not_do_is_refused_before_a_model_is_loaded() -> None:
+    with pytest.raises(ValueError, match="give calibration, or take level 'fast'"):
+        pagedweight.PagedWeightConfig(level="best")
+    with pytest.raises(TypeError, match="budget_bytes"):
+        pagedweight.PagedWeightConfig(budget_bytes=1)
+
+
 def test_files_may_be_sharded_and_come_back_byte_for_byte(tmp_path: Path) -> None:
     model = pagedweight.load(quantized_folder("G16"))
     first, again = tmp_path / "first", tmp_path / "again"
