@@ -67,7 +67,9 @@ class Machine:
 
     def kv_moved(self, sources: np.ndarray, targets: np.ndarray) -> None:
         moved = dict(zip(sources.tolist(), targets.tolist(), strict=True))
-        self.kv = [(np.array([moved.get(f, f) for f in frames.tolist()]), value) for frames, value in self.kv]
+        self.kv = [
+            (np.array([moved.get(f, f) for f in frames.tolist()], dtype=np.int64), value) for frames, value in self.kv
+        ]
 
     def step(self) -> None:
         try:
