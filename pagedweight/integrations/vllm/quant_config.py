@@ -70,6 +70,8 @@ def check_served(config: VllmConfig) -> None:
         "data_parallel_size": parallel.data_parallel_size > 1,
         "enable_eplb": parallel.enable_eplb,
         "enable_sleep_mode": config.model_config.enable_sleep_mode,
+        # Its workers' steps pass by the one place where pages are moved: other blocks would be read than are there.
+        "distributed_executor_backend=ray": parallel.distributed_executor_backend == "ray",
     }
     for name, wanted in refused.items():
         if wanted:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: see docs/vllm.md")
 
 import vllm.version
+from vllm.config import ParallelConfig
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from pagedweight.integrations.vllm.plugin import register
-from pagedweight.integrations.vllm.quant_config import PagedWeightConfig
+from pagedweight.integrations.vllm.quant_config import PagedWeightConfig, check_served
 
 pytestmark = pytest.mark.vllm
 
@@ -31,3 +34,12 @@ def test_case_95_registering_twice_is_registering_once() -> None:
     register()
     assert once == (list(QUANTIZATION_METHODS), WorkerWrapperBase.execute_model, EngineCore._initialize_kv_caches)
     assert get_quantization_config("pagedweight") is PagedWeightConfig
+
+
+def test_an_executor_whose_workers_pass_by_the_boundary_is_refused() -> None:
+    model = SimpleNamespace(enable_sleep_mode=False)
+    check_served(SimpleNamespace(parallel_config=ParallelConfig(distributed_executor_backend="mp"), model_config=model))
+    parallel = ParallelConfig(distributed_executor_backend="uni")
+    parallel.distributed_executor_backend = "ray"  # set afterwards: Ray itself is not needed here
+    with pytest.raises(ValueError, match="does not serve with distributed_executor_backend=ray yet"):
+        check_served(SimpleNamespace(parallel_config=parallel, model_config=model))
