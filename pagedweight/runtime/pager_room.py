@@ -15,7 +15,7 @@ from pagedweight.runtime.table import PageTable
 from pagedweight.runtime.transfer import TransferEngine
 
 _SCAN_FRAMES = 8192
-# Each costs the host a search and the device two small kernels: some 0.2 ms.
+# Each costs the host a search, up to a millisecond with 7,680 rows in 190,000 frames, and the device two small kernels.
 _MOST_WINDOWS = 32
 
 KVMoved = Callable[[np.ndarray, np.ndarray], None]
@@ -34,10 +34,12 @@ class Room:
         self._arena = arena
         self._engine = engine
         self._windows_left = _MOST_WINDOWS
+        self._busy: np.ndarray | None = None
 
     def renew(self) -> None:
-        """A new boundary: as many windows as ever may be cleared."""
+        """A new boundary: as many windows as ever may be cleared. Until the next one no transfer begins or ends."""
         self._windows_left = _MOST_WINDOWS
+        self._busy = None
 
     def allocate_run(self, count: int, row: int) -> int:
         """First id of `count` contiguous frames for a table of the row. Raises OutOfFrames when fewer are free, when
@@ -71,7 +73,9 @@ class Room:
     def _fixed(self, start: int, stop: int) -> np.ndarray:
         """bool, which frames cannot move now: tables, pages of rows in transfer, and KV that nobody would follow."""
         kinds = self._arena.kinds[start:stop]
-        busy = self._table.busy()[self._arena.owner_rows[start:stop]]
+        if self._busy is None:
+            self._busy = self._table.busy()
+        busy = self._busy[self._arena.owner_rows[start:stop]]
         kv_stays = self.kv_moved is None
         return (kinds == OwnerKind.TABLE) | ((kinds == OwnerKind.PLANE) & busy) | ((kinds == OwnerKind.KV) & kv_stays)
 
