@@ -22,15 +22,16 @@ def _copy_frames_kernel(source_ptr, target_ptr, FRAME_WORDS: tl.constexpr, BLOCK
 def launch_copy_frames(source: torch.Tensor, target: torch.Tensor, frame_bytes: int) -> None:
     """Copy frames of frame_bytes between absolute addresses, int64 (n,) each, on the current stream.
 
-    A frame must not be both source and target. ValueError when the tables do not fit each other.
+    Addresses are multiples of 16. A frame must not be both source and target. ValueError when the tables do not fit
+    each other.
     """
     if source.shape != target.shape or source.dim() != 1 or {source.dtype, target.dtype} != {torch.int64}:
         raise ValueError(
             f"source is {source.dtype} {tuple(source.shape)} and target {target.dtype} {tuple(target.shape)}; "
             "give int64 addresses, as many of one as of the other"
         )
-    if frame_bytes < 4 or frame_bytes % 4:
-        raise ValueError(f"frame_bytes is {frame_bytes}; give a positive multiple of 4")
+    if frame_bytes < 16 or frame_bytes % 16:
+        raise ValueError(f"frame_bytes is {frame_bytes}; give a positive multiple of 16")
     if not len(source):
         return
     words = frame_bytes // 4

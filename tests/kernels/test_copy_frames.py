@@ -27,7 +27,7 @@ def test_no_frames_are_no_launch() -> None:
 
 @pytest.mark.parametrize(
     ("source", "target", "frame_bytes"),
-    [([1], [1, 2], 128), ([1.0], [2.0], 128), ([1], [2], 126)],
+    [([1], [1, 2], 128), ([1.0], [2.0], 128), ([16], [32], 8), ([16], [32], 132)],
 )
 def test_tables_that_do_not_fit_are_refused(source: list, target: list, frame_bytes: int) -> None:
     with pytest.raises(ValueError, match="give"):
