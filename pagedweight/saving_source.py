@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ METHOD = "pagedweight"
 # transformers takes this for the name of the weights' file and refuses it in these words, unless the quantizer is
 # registered and takes it away: otherwise it would draw random experts and go on.
 UNREGISTERED = "this folder's experts are paged, so import pagedweight first or use pagedweight.from_pretrained(folder)"
+BESIDE = "pagedweight-beside"  # a folder of its own in the one that is written, while transformers writes
 
 
 class Source(Protocol):
@@ -161,10 +163,22 @@ def write_config(out: Path, config: Mapping[str, Any]) -> None:
 
 
 def save_rest(model: PreTrainedModel, out: Path, state: dict[str, Tensor], **kwargs: Any) -> None:
-    """Everything but the experts as transformers saves it, and a config that says so."""
+    """Everything but the experts as transformers saves it, and a config that says so.
+
+    Beside at first: transformers writes an ordinary config before the weights, and what a killed run leaves in `out`
+    must not load as a dense model without its experts.
+    """
+    beside = out / BESIDE
+    shutil.rmtree(beside, ignore_errors=True)
     # Not model.save_pretrained: a patched model's own writes the pages too.
-    type(model).save_pretrained(model, out, state_dict=state, **kwargs)
-    write_config(out, json.loads((out / "config.json").read_text(encoding="utf-8")))
+    type(model).save_pretrained(model, beside, state_dict=state, **kwargs)
+    write_config(out, json.loads((beside / "config.json").read_text(encoding="utf-8")))
+    (beside / "config.json").unlink()
+    for old in out.glob("model*.safetensors*"):
+        old.unlink()
+    for path in sorted(beside.iterdir()):
+        os.replace(path, out / path.name)
+    beside.rmdir()
 
 
 def model_class(directory: str | Path) -> Any:

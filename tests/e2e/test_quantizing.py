@@ -209,6 +209,37 @@ def test_a_run_killed_around_every_renaming_never_loads_half_written(
     assert everything(out) == everything(whole)
 
 
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_model_whose_writing_is_killed_never_loads_without_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patched: bool
+) -> None:
+    """transformers would draw the experts at random and warn."""
+    model = mixtral_m8(**SMALL)
+    if patched:
+        pagedweight.patch(model)
+    write = pagedweight.save if patched else pagedweight.quantize
+    save_dense, rename = PreTrainedModel.save_pretrained, os.replace
+
+    def save_and_die(*args: object, **kwargs: object) -> None:
+        save_dense(*args, **kwargs)
+        raise Killed
+
+    def rename_and_die(source: Path, target: Path) -> None:
+        rename(source, target)
+        raise Killed
+
+    for owner, name, dying in ((PreTrainedModel, "save_pretrained", save_and_die), (os, "replace", rename_and_die)):
+        monkeypatch.setattr(owner, name, dying)
+        with pytest.raises(Killed):
+            write(model, tmp_path)
+        monkeypatch.undo()
+        with pytest.raises((OSError, ValueError)):  # CheckpointError is one
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+    write(model, tmp_path)
+    assert pagedweight.load(tmp_path).pagedweight.snapshot().mean_bits == 6
+    assert not [path for path in tmp_path.iterdir() if path.is_dir() and path.name != "pagedweight"]
+
+
 def test_a_killed_run_at_level_best_goes_on_too(dense: Path, tmp_path: Path) -> None:
     def run(out: Path, progress) -> None:
         pagedweight.quantize(dense, out, level="best", calibration=windows(), tuning=TUNING, progress=progress)
