@@ -103,7 +103,13 @@ def _file_names(folder: Path) -> list[str]:
     if (folder / SINGLE).is_file():  # transformers, too, looks for it first
         return [SINGLE]
     if (folder / INDEX).is_file():
-        return sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        for name in names:
+            if Path(name).name != name:
+                raise ValueError(
+                    f"{folder / INDEX} names {name!r}, which is no file of its own folder; download the model again"
+                )
+        return sorted(names)
     raise ValueError(
         f"{folder} has neither {SINGLE} nor {INDEX}; save the model with save_pretrained, which writes safetensors"
     )

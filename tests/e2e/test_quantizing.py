@@ -365,8 +365,17 @@ def remove_an_expert(folder: Path) -> None:
     path.write_bytes(whole.replace(name.encode(), name.replace("w2", "v2").encode()))
 
 
+def name_a_file_elsewhere(folder: Path) -> None:
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    outside = folder.parent / "elsewhere.safetensors"
+    shard.rename(outside)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(shard.name, f"../{outside.name}"))
+
+
 DAMAGES = {
     "a missing shard": (remove_a_shard, "is missing; download the model again"),
+    "a shard of another folder": (name_a_file_elsewhere, "which is no file of its own folder"),
     "a cut shard": (cut_a_shard, "fewer than its header says; download the model again"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "no safetensors": (
