@@ -86,8 +86,9 @@ class PagedExpertsMethod(FusedMoEMethodBase):
             )
         here = [e for e in range(layer.global_num_experts) if layer._map_global_expert_id_to_local_expert_id(e) >= 0]
         here.sort(key=layer._map_global_expert_id_to_local_expert_id)
+        total = layer.global_num_experts
         return ExpertShare(
-            self._layer, tuple(here), hidden, intermediate, activation, parallel.tp_rank, parallel.tp_size
+            self._layer, tuple(here), total, hidden, intermediate, activation, parallel.tp_rank, parallel.tp_size
         )
 
 

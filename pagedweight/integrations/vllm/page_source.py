@@ -72,11 +72,11 @@ class CheckpointPages:
     def _check(self, share: ExpertShare) -> None:
         """ValueError unless the checkpoint's layer is the one that the model has."""
         whole = self._wholes.get(share.layer)
-        found = (share.hidden, share.intermediate * share.parts, share.activation)
-        if whole is None or (whole.hidden, whole.intermediate, whole.activation) != found:
+        found = (share.total, share.hidden, share.intermediate * share.parts, share.activation)
+        if whole is None or (whole.experts, whole.hidden, whole.intermediate, whole.activation) != found:
             raise ValueError(
-                f"layer {share.layer} of the model has hidden, intermediate and activation {found}, the pages hold "
-                f"{whole}; quantize this model again"
+                f"layer {share.layer} of the model has experts, hidden, intermediate and activation {found}, the pages "
+                f"hold {whole}; quantize this model again"
             )
 
 

@@ -12,11 +12,12 @@ from pagedweight.layout import BlockId, MoeLayer, PackedBlock, Projection
 
 
 class ExpertShare(NamedTuple):
-    """layer: the model's own number. experts: the model's numbers of the experts here, in local order. intermediate:
-    I here, the part-th of `parts` equal pieces of each expert's."""
+    """layer: the model's own number. experts: the model's numbers of the experts here, in local order, of `total`.
+    intermediate: I here, the part-th of `parts` equal pieces of each expert's."""
 
     layer: int
     experts: tuple[int, ...]
+    total: int
     hidden: int
     intermediate: int
     activation: str

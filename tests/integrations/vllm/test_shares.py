@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from pagedweight.bitplane import dequantize
+from pagedweight.checkpoint import Checkpoint
+from pagedweight.demo.run import CHECKPOINT
+from pagedweight.integrations.vllm.page_source import CheckpointPages
 from pagedweight.integrations.vllm.shares import ExpertShare
 from pagedweight.layout import BlockId, Projection
 from pagedweight.quant.model import quantize_block
@@ -31,7 +34,7 @@ def test_case_3_parts_of_two_ranks_join_to_the_whole(hidden: int, intermediate: 
         for bits in (2, 3, 6):
             parts = []
             for rank in range(ranks):
-                share = ExpertShare(0, (0,), hidden, intermediate // ranks, "silu", rank, ranks)
+                share = ExpertShare(0, (0,), 1, hidden, intermediate // ranks, "silu", rank, ranks)
                 parts.append(dequantize(share.cut(block, packed), bits))
                 assert parts[-1].shape == share.shape.shape(projection)
             expected = dequantize(packed, bits)
@@ -41,3 +44,12 @@ def test_case_3_parts_of_two_ranks_join_to_the_whole(hidden: int, intermediate: 
                 gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
                 joined = torch.cat([*gates, *ups])
             assert torch.equal(joined, expected)
+
+
+@pytest.mark.parametrize("total", [15, 17])
+def test_pages_of_another_number_of_experts_are_refused(total: int) -> None:
+    pages = CheckpointPages(CHECKPOINT)
+    moe = Checkpoint.open(CHECKPOINT).layout.moe_layers[0]
+    share = ExpertShare(moe.layer, (0, 1), total, moe.hidden, moe.intermediate, moe.activation)
+    with pytest.raises(ValueError, match=f"has experts, hidden.*{total}.*quantize this model again"):
+        next(pages.blocks(share, pages.layout([share.shape]), None))
