@@ -6,33 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
+from bench.runtime.bench_gap import optimum
 from pagedweight.runtime.planner import Queue, plan_step
 from pagedweight.runtime.planner_greedy import hull_steps, sorted_places
 from pagedweight.runtime.planner_scores import score_actions
 from tests.runtime.planner_support import parent_problem
-
-
-def least_damage(released: np.ndarray, damage: np.ndarray, target: int) -> float:
-    """Exact: each row takes one width; the bytes released reach the target; (W, R) arrays by width."""
-    widths, rows = np.nonzero(released >= 0)
-    cost, gained = damage[widths, rows], released[widths, rows]
-    unit, smallest = np.gcd.reduce(gained.astype(np.int64)), cost[cost > 0].min()
-    each_row_once = coo_array((np.ones(len(rows)), (rows, np.arange(len(rows)))))
-    answer = milp(
-        cost / smallest,
-        constraints=[
-            LinearConstraint(each_row_once, 1, 1),
-            LinearConstraint(gained[None] // unit, -(-target // unit), np.inf),
-        ],
-        integrality=np.ones(len(rows)),
-        bounds=Bounds(0, 1),
-        options={"mip_rel_gap": 1e-6},
-    )
-    assert answer.success
-    return answer.fun * smallest
 
 
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.3, 0.6, 0.9])
@@ -52,7 +31,7 @@ def test_the_gap_to_the_optimum_is_below_a_hundredth(experts: tuple[int, ...], s
         scores.damage[-1] = 0.0
         target = int(share * (problem.held_bytes() - problem.floor_bytes()))
         _, plan = plan_step(problem.table, problem.under_pressure(target), problem.policy, Queue())
-        exact = least_damage(scores.released, scores.damage, target)
+        exact = optimum(scores.released, scores.damage, target)
         assert plan.damage <= 1.01 * exact
         assert plan.damage >= 0.999 * exact, "better than the optimum: the two do not solve the same problem"
 
