@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import shlex
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -167,7 +169,8 @@ def summary(row: dict[str, object]) -> str:
 
 def write(path: Path, device: str, rows: list[dict[str, object]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    document = {"machine": machine(device), "torch": torch.__version__, "rows": rows}
+    command = f"python {shlex.join(sys.argv)}"
+    document = {"machine": machine(device), "torch": torch.__version__, "command": command, "rows": rows}
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

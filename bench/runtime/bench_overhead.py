@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 import time
@@ -184,6 +185,7 @@ def main() -> None:
     torch.set_num_threads(1)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     found = {"device": name, "rows": 2 * SHAPE[0] * SHAPE[1], "python": sys.version.split()[0], "cases": []}
+    found |= {"torch": torch.__version__, "command": f"python {shlex.join(sys.argv)}"}
     groups = max(3, arguments.steps // GROUP_STEPS)
     for eager in (False, True) if device == "cuda" else (False,):
         step = decode_step(device, arguments.step_ms, eager=eager)
