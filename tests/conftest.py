@@ -7,6 +7,10 @@ import os
 import pytest
 import torch
 
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    # Several workers that each take every core slow one another down.
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
 if not torch.cuda.is_available():
     # Before anything imports triton: the decorator decides at definition time.
     os.environ["TRITON_INTERPRET"] = "1"
