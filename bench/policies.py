@@ -6,6 +6,7 @@
 Dequantized weights of the widths that a policy chooses stand in for the experts', so kernels do not matter. Policies
 that look at routing or prompts plan anew for each window, from its first half (KL is taken of the second) or, with
 --signals window, from all of it. Writes policies-<model>[...].json, and policies.md from all of the folder's.
+--contest settings puts settings of the planner beside each other instead, to be chosen on other windows (--skip).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
 
 from bench.policies_parts import Contest, Seen, see
-from bench.policies_plans import BUDGET_BITS, CONTENDERS, FULL, Contender, mean_bits, plan_table
+from bench.policies_plans import BF16, BUDGET_BITS, CONTESTS, FULL, Contender, held_bytes, mean_bits, plan_table
 from bench.policies_report import report
 from bench.quality_judge import Judge
 from bench.quality_keep import Kept, method_slug
@@ -27,13 +28,13 @@ from bench.quality_parts import (
     METHODS,
     Trained,
     add_arguments,
+    code_bytes,
     command,
     load,
     machine,
     rounded,
     rows_per_forward,
     settings_of,
-    true_bytes,
 )
 from pagedweight.calibration.pipeline import Options
 
@@ -61,19 +62,32 @@ def resumed(path: Path, record: dict[str, object]) -> dict[str, object]:
 
 
 def measure(trained: Trained, contest: Contest, contender: Contender, budget: float) -> dict[str, dict[str, list]]:
-    """By text and figure, one value per window."""
-    cell = {}
+    """By text and figure, one value per window; code_bytes: of planes, true_bytes: as the runtime holds them."""
+    cell, held = {}, plan_table(trained.layout, "true")
     for text, seen in contest.texts.items():
         bits = contest.plans(contender, budget, seen)
         figures = {name: rounded(values) for name, values in contest.figures(seen, bits).items()}
         figures["bits"] = rounded(np.array([mean_bits(trained.layout, plan) for plan in bits]))
-        figures["true_bytes"] = [true_bytes(trained.layout, plan) for plan in bits]
+        figures["code_bytes"] = [code_bytes(trained.layout, plan) for plan in bits]
+        on_device = [np.full_like(plan, plan.max()) if contender.holds_both else plan for plan in bits]
+        figures["true_bytes"] = (
+            figures["code_bytes"] if contender.name == BF16 else [held_bytes(held, plan) for plan in on_device]
+        )
         cell[text] = figures
     return cell
 
 
+def without_first(trained: Trained, skip: int) -> Trained:
+    """The held-out texts without their first windows."""
+    texts = {
+        name: text._replace(tokens=text.tokens[skip:], mask=text.mask[skip:]) for name, text in trained.texts.items()
+    }
+    return trained._replace(texts=texts)
+
+
 def run(folder: Path, arguments: argparse.Namespace, progress: Progress) -> None:
-    trained = load(folder, arguments)
+    cut = argparse.Namespace(**{**vars(arguments), "windows": arguments.windows + arguments.skip})
+    trained = without_first(load(folder, cut), arguments.skip)
     rows = rows_per_forward(arguments)
     keep = Kept.of(trained, arguments.keep)
     statistics = keep.statistics()
@@ -81,7 +95,7 @@ def run(folder: Path, arguments: argparse.Namespace, progress: Progress) -> None
     options = Options(gain_windows=arguments.gain_windows, search_windows=arguments.search_windows)
     policy, calibration = keep.policy(arguments.method, blocks, statistics, options, counter(folder.name, progress))
     judge = Judge(trained.model, trained.found, trained.layout, blocks.__getitem__)
-    contenders = [c for c in CONTENDERS if not arguments.only or c.name in (FULL, *arguments.only)]
+    contenders = [c for c in CONTESTS[arguments.contest] if not arguments.only or c.name in (FULL, *arguments.only)]
     contenders.sort(key=lambda contender: contender.name != FULL)  # the others are put beside it
     for signals in arguments.signals:
         texts: dict[str, Seen] = {text: see(trained, text, signals, rows) for text in trained.texts}
@@ -89,9 +103,11 @@ def run(folder: Path, arguments: argparse.Namespace, progress: Progress) -> None
             contest = Contest(judge, policy, plan_table(trained.layout, counted), texts)
             task = progress.add_task(f"{folder.name}: {signals}, {counted} bytes", total=len(contenders))
             suffix = f"-{method_slug(arguments.method)}-{signals}"
-            path = arguments.out / f"policies-{folder.name}{suffix}{'-true-bytes' * (counted == 'true')}.json"
+            suffix += "-true-bytes" * (counted == "true")
+            path = arguments.out / f"{arguments.contest}-{folder.name}{suffix}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             settings = {"method": arguments.method, "bytes": counted, "signals": signals, "budgets": arguments.budgets}
+            settings |= {"skip": arguments.skip} if arguments.skip else {}
             record = {
                 "settings": settings_of(arguments, folder) | settings,
                 "machine": machine(arguments.device),
@@ -122,6 +138,8 @@ def main() -> None:
         "--signals", nargs="*", default=list(SIGNALS), choices=SIGNALS, help="what live policies plan from"
     )
     parser.add_argument("--budgets", nargs="*", type=float, default=list(BUDGET_BITS), help="in mean code bits")
+    parser.add_argument("--contest", default="policies", choices=tuple(CONTESTS), help="who is measured")
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many windows at the start of each text")
     defaults = Options()
     parser.add_argument("--gain-windows", type=int, default=defaults.gain_windows, help="0 leaves the step out")
     parser.add_argument("--search-windows", type=int, default=defaults.search_windows, help="0 leaves the search out")
@@ -130,8 +148,9 @@ def main() -> None:
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), TimeRemainingColumn()) as progress:
         for folder in arguments.models:
             run(folder, arguments, progress)
-    text = report([json.loads(path.read_text()) for path in sorted(arguments.out.glob("policies-*.json"))])
-    (arguments.out / "policies.md").write_text(text, encoding="utf-8")
+    records = [json.loads(path.read_text()) for path in sorted(arguments.out.glob(f"{arguments.contest}-*.json"))]
+    text = report(records)
+    (arguments.out / f"{arguments.contest}.md").write_text(text, encoding="utf-8")
     print(text)
 
 

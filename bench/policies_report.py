@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from bench.policies_plans import CONTENDERS, FULL, UNIFORM
+from bench.policies_plans import BF16, CONTESTS, FULL, UNIFORM
 from bench.quality_parts import WIDTHS, bootstrap, bootstrap_ratio
 
 Cell = dict[str, dict[str, list[float]]]
+SIZES = ("code_bytes", "true_bytes")
 
 
 def report(records: list[dict[str, Any]]) -> str:
@@ -22,7 +23,8 @@ def _model(record: Mapping[str, Any]) -> str:
     settings, cells = record["settings"], record["cells"]
     budgets = settings["budgets"]
     texts = {text: len(figures["kl"]) for text, figures in cells[FULL][str(budgets[0])].items()}
-    windows = " and ".join(f"{count} windows of {text}" for text, count in texts.items())
+    skipped = f" after the first {settings['skip']}" if settings.get("skip") else ""
+    windows = " and ".join(f"{count} windows of {text}{skipped}" for text, count in texts.items())
     counted = "planes alone" if settings["bytes"] == "code" else "planes and tables"
     planned = "each window's own signals" if settings["signals"] == "window" else "the first half, KL of the second"
     lines = [f"\n## {settings['model']}, budgets in bytes of {counted}, plans from {planned}\n"]
@@ -30,18 +32,26 @@ def _model(record: Mapping[str, Any]) -> str:
     lines += [f"policy: {record['policy']}\n"]
     lines += ["KL to the bf16 model in 10^-3 nats per token; in brackets the policy's KL over the full planner's (95 %"]
     lines += ["interval, paired bootstrap over windows). Above 1 the planner is better.\n"]
-    lines += ["| policy | " + " | ".join(f"{bits} bits" for bits in budgets) + " |"]
-    lines += ["|" + " --- |" * (len(budgets) + 1)]
-    for contender in (CONTENDERS[-1], *CONTENDERS[:-1]):
-        if contender.name in cells:
-            lines += [f"| {contender.name} | " + " | ".join(_columns(cells, contender.name, budgets)) + " |"]
-    lines += ["", "True bytes (planes and 16-bit tables) of each policy, in units of the full planner's:\n"]
-    lines += ["| policy | " + " | ".join(f"{bits} bits" for bits in budgets) + " |"]
-    lines += ["|" + " --- |" * (len(budgets) + 1)]
-    for contender in CONTENDERS[1:]:
-        if contender.name in cells:
-            lines += [f"| {contender.name} | " + " | ".join(_sizes(cells, contender.name, budgets)) + " |"]
+    known = dict.fromkeys(contender.name for contest in CONTESTS.values() for contender in contest)
+    names = [FULL, *(name for name in known if name in cells and name not in (FULL, BF16))]
+    lines += _table(budgets, [(name, _columns(cells, name, budgets)) for name in names])
+    lines += ["", "Perplexity, by text:\n"]
+    lines += _table(budgets, [(name, _perplexities(cells, name, budgets)) for name in names])
+    if BF16 in cells:
+        lines += ["", f"bf16: {next(_perplexities(cells, BF16, [16.0]))}"]
+    lines += [
+        "",
+        "Megabytes of expert weights: planes alone, and as the runtime holds them, tables and frames included:\n",
+    ]
+    lines += _table(budgets, [(name, _sizes(cells, name, budgets)) for name in names])
+    if BF16 in cells:
+        lines += ["", f"bf16: {next(_sizes(cells, BF16, [16.0]))}"]
     return "\n".join(lines) + "\n"
+
+
+def _table(budgets: list[float], rows: list[tuple[str, Iterator[str]]]) -> list[str]:
+    head = ["| policy | " + " | ".join(f"{bits} bits" for bits in budgets) + " |", "|" + " --- |" * (len(budgets) + 1)]
+    return head + [f"| {name} | " + " | ".join(columns) + " |" for name, columns in rows]
 
 
 def _columns(cells: Mapping[str, Any], name: str, budgets: list[float]) -> Iterator[str]:
@@ -73,8 +83,14 @@ def _pooled(cell: Cell) -> np.ndarray:
     return np.concatenate([np.array(figures["kl"]) for figures in cell.values()]) if cell else np.empty(0)
 
 
+def _perplexities(cells: Mapping[str, Any], name: str, budgets: list[float]) -> Iterator[str]:
+    for bits in budgets:
+        cell = cells[name].get(str(bits), {})
+        yield " / ".join(f"{np.exp(np.mean(figures['loss'])):.3f}" for figures in cell.values())
+
+
 def _sizes(cells: Mapping[str, Any], name: str, budgets: list[float]) -> Iterator[str]:
     for bits in budgets:
-        own, full = (cells[n].get(str(bits), {}) for n in (name, FULL))
-        means = [np.concatenate([f["true_bytes"] for f in cell.values()]).mean() for cell in (own, full) if cell]
-        yield f"{means[0] / means[1]:.3f}" if len(means) == 2 else ""
+        cell = cells[name].get(str(bits), {})
+        of = [np.concatenate([f[kind] for f in cell.values()]).mean() / 1e6 for kind in SIZES if cell]
+        yield " / ".join(f"{size:.3f}" for size in of)
