@@ -25,6 +25,11 @@ class Mark:
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
 
+    def wait(self) -> None:
+        """Until the device has come here."""
+        if self._event is not None:
+            self._event.synchronize()
+
     def ms_until(self, other: Mark) -> float:
         if self._event is None:
             return 1e3 * (other.seconds - self.seconds)

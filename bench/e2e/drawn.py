@@ -103,12 +103,22 @@ class Drawn(NamedTuple):
 
 def draw(name: str, layers: int, widths: tuple[int, ...], device: str, buffer_bytes: int) -> Drawn:
     """The model's layers at random on the device, in bf16, its experts' dense weights dropped at once."""
+    return emptied(dense_model(name, layers, device), widths, buffer_bytes)
+
+
+def dense_model(name: str, layers: int, device: str) -> PreTrainedModel:
+    """The model's layers at random on the device, in bf16, as transformers makes them."""
     make, config = SHAPES[name]
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
         model = make(config(num_hidden_layers=layers, eos_token_id=None, pad_token_id=0)).eval()
     torch.set_default_dtype(default)
+    return model
+
+
+def emptied(model: PreTrainedModel, widths: tuple[int, ...], buffer_bytes: int) -> Drawn:
+    """The same model with its experts' dense weights dropped, to be patched with drawn pages."""
     found = find_experts(model)
     dense_bytes = sum(p.numel() * p.element_size() for experts in found for p in experts.module.parameters())
     kv_layers = kv_layers_of(model, [model.get_submodule(experts.path) for experts in found])
