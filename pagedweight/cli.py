@@ -1,4 +1,4 @@
-"""The `pagedweight` command. Exit codes: 0 done, 2 bad input or a missing extra (one sentence on stderr)."""
+"""The `pagedweight` command; EXIT_CODES says how it leaves."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ import typer
 
 import pagedweight
 from pagedweight.cli_common import fail, require_extras, size_option
+from pagedweight.cli_doctor import doctor
+from pagedweight.cli_inspect import inspect
 from pagedweight.cli_plan import plan, replay
 from pagedweight.cli_quantize import calibrate, quantize
+
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 done, and the answer is no (doctor, replay); 2 bad input or a missing extra, in one "
+    "sentence on stderr; 130 interrupted."
+)
 
 app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
 
@@ -22,7 +29,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(epilog=EXIT_CODES)
 def root(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
@@ -63,6 +70,8 @@ app.command()(quantize)
 app.command()(calibrate)
 app.command()(plan)
 app.command()(replay)
+app.command()(doctor)
+app.command()(inspect)
 
 
 def main(arguments: list[str] | None = None) -> None:

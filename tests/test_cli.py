@@ -124,3 +124,31 @@ def test_case_118_without_triton_everything_but_the_gpu_kernels_works() -> None:
         "print(torch.isfinite(model(torch.arange(6)[None]).logits).all().item())\n"
     )
     assert done.stdout == "True\n", done.stderr
+
+
+def test_importing_takes_little_beyond_torch_and_triton() -> None:
+    """It loads neither, so all that it takes is beyond them. The best of a few: other processes share the machine."""
+    code = "import time; began = time.perf_counter(); import pagedweight; print(time.perf_counter() - began)"
+    assert min(float(python(code).stdout) for _ in range(3)) <= 0.15
+
+
+def test_help_says_the_exit_codes() -> None:
+    said = " ".join(RUNNER.invoke(app, ["--help"]).output.split())
+    for code in ("0 done", "1 done, and the answer is no", "2 bad input", "130 interrupted"):
+        assert code in said.replace("│ ", "")
+
+
+def test_interrupted_leaves_with_130() -> None:
+    interrupted = "def stop(*a, **k): raise KeyboardInterrupt\nimport pagedweight.cli_doctor as d\nd.look = stop\n"
+    done = python(interrupted + "from pagedweight.cli import main\nmain(['doctor'])")
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_is_told_the_commands(shell: str) -> None:
+    typed = {"_PAGEDWEIGHT_COMPLETE": f"complete_{shell}", "COMP_WORDS": "pagedweight ", "COMP_CWORD": "1"}
+    typed |= {"_TYPER_COMPLETE_ARGS": "pagedweight ", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    result = RUNNER.invoke(app, [], env=typed, prog_name="pagedweight")
+    assert "inspect" in result.stdout
+    assert "doctor" in result.stdout

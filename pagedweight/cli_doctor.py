@@ -1,0 +1,82 @@
+"""`pagedweight doctor`: is what is installed here good together, and what should be changed."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import pagedweight
+from pagedweight.cli_common import require_extras
+from pagedweight.cli_doctor_checks import BAD, GOOD, NOTE, Check, judge, look
+
+STYLE = {GOOD: "green", NOTE: "yellow", BAD: "red"}
+LARGEST_ERROR = 5e-2  # of 16-bit logits, relative to the largest; fp32 on the CPU is compared with
+
+
+def doctor(
+    run: Annotated[
+        bool, typer.Option("--run", help="Also run the model that ships, on the GPU if there is one, against the CPU.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Check Python, torch, Triton, GPU, driver, transformers and vLLM; leaves with code 1 if something must change."""
+    if run:
+        require_extras("hf")
+    checks = judge(look())
+    if run:
+        checks.append(_trial())
+    if as_json:
+        document = {"pagedweight": pagedweight.__version__, "checks": [check._asdict() for check in checks]}
+        typer.echo(json.dumps(document))
+    else:
+        _print(checks)
+    if any(check.state == BAD for check in checks):
+        raise typer.Exit(1)
+
+
+def _trial() -> Check:
+    """One forward of the model that ships, on the GPU if there is one, against the torch twin on the CPU in fp32."""
+    import torch
+
+    from pagedweight.demo.run import CHECKPOINT, quiet_transformers
+
+    began = time.monotonic()
+    ids = torch.arange(5, 37)[None]
+
+    def logits(device: str, dtype: torch.dtype) -> torch.Tensor:
+        with quiet_transformers(), torch.no_grad():
+            model = pagedweight.from_pretrained(CHECKPOINT, dtype=dtype, device_map=device)
+            answer = model(ids.to(device)).logits.float().cpu()
+        model.pagedweight.close()
+        return answer
+
+    expected = logits("cpu", torch.float32)
+    if not torch.cuda.is_available():
+        state = GOOD if bool(torch.isfinite(expected).all()) else BAD
+        return Check("trial", state, f"on {platform.machine()}: a forward in {time.monotonic() - began:.1f} s")
+    dtype = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
+    error = float((logits("cuda", dtype) - expected).abs().max() / expected.abs().max())
+    found = f"GPU and CPU differ by {error:.1e} of the largest logit, in {time.monotonic() - began:.1f} s"
+    advice = "" if error <= LARGEST_ERROR else "kernels answer wrongly here; please report it with this output"
+    return Check("trial", GOOD if error <= LARGEST_ERROR else BAD, found, advice)
+
+
+def _print(checks: Sequence[Check]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, title=f"pagedweight {pagedweight.__version__}", title_justify="left")
+    for column in ("", "", "found", "what to change"):
+        table.add_column(column)
+    for check in checks:
+        style = STYLE[check.state]
+        table.add_row(f"[{style}]{check.state}[/{style}]", check.name, check.found, check.advice)
+    console = Console()
+    console.print(table)
+    bad = sum(check.state == BAD for check in checks)
+    console.print(f"{bad} to change before it works" if bad else "works together")
