@@ -73,9 +73,14 @@ def write_folder(config: dict, folder: Path, *, paged: bool) -> Path:
     return folder
 
 
-def layout(config: dict) -> Layout:
+def experts_and_intermediate(config: dict) -> tuple[int, int]:
+    """E and I of each layer."""
     experts = config.get("num_experts") or config["num_local_experts"]
-    intermediate = config.get("moe_intermediate_size") or config["intermediate_size"]
+    return experts, config.get("moe_intermediate_size") or config["intermediate_size"]
+
+
+def layout(config: dict) -> Layout:
+    experts, intermediate = experts_and_intermediate(config)
     layers = range(config["num_hidden_layers"])
     return layout_of([MoeLayer(n, experts, config["hidden_size"], intermediate) for n in layers], WIDTHS, CODEBOOKS)
 

@@ -141,13 +141,13 @@ def draw_block(rows: int, columns: int, widths: tuple[int, ...], codebooks: Mapp
     for bits in widths:
         dtype, entries = table_form(codebooks[bits], bits)
         if dtype is torch.uint8:
-            scales = torch.full((rows, 1), scale / 64).view(torch.uint8)
-            steps = torch.linspace(0, 127, entries - 4).to(torch.uint8)
+            scales = torch.full((rows, 1), scale / 64, dtype=torch.float32).view(torch.uint8)
+            steps = torch.linspace(0, 127, entries - 4, dtype=torch.float32).to(torch.uint8)
             tables[bits] = torch.cat([steps.expand(rows, -1), scales], dim=1)
         elif entries == 2:
-            tables[bits] = torch.tensor([2 * scale / 2**bits, 0.0]).repeat(rows, 1)
+            tables[bits] = torch.tensor([2 * scale / 2**bits, 0.0], dtype=dtype).repeat(rows, 1)
         else:
-            tables[bits] = torch.linspace(-scale, scale, entries).to(dtype).repeat(rows, 1)
+            tables[bits] = torch.linspace(-scale, scale, entries, dtype=torch.float32).to(dtype).repeat(rows, 1)
     return PackedBlock(torch.from_numpy(planes), tables, columns)
 
 
