@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from pagedweight.integrations.kv_pool import FrameHoldings, KVPool, SlabShape
 from pagedweight.integrations.kv_slab import Slab, Span, grow, missing_frames
@@ -208,7 +208,8 @@ class ArenaCache(Cache):
     def __init__(self, pool: KVPool, config: PreTrainedConfig) -> None:
         self._pool = pool
         self._holdings = pool.new_holdings()
-        own = DynamicCache(config=config).layers
+        # transformers 5.9 makes no layers where `num_kv_shared_layers` is 0, and takes full ones as they come.
+        own = DynamicCache(config=config).layers or [DynamicLayer() for _ in pool.layers]
         if len(own) != len(pool.layers):
             raise ValueError(f"the pool knows {len(pool.layers)} cached layers and the model's config {len(own)}")
         layers = [

@@ -10,6 +10,9 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 
+import transformers
+from packaging.version import Version
+
 import pagedweight
 from pagedweight.discovery import find_experts
 from tests.hf_families import SERVED, family_model, router_weights_of, table_row
@@ -82,6 +85,9 @@ def test_case_56_gpt_oss_with_large_biases_stays_near_the_original() -> None:
         assert all(torch.equal(getattr(layer.mlp.experts, name), bias) for name, bias in kept.items())
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.17"), reason="the table has the class names of transformers 5.17"
+)
 @pytest.mark.parametrize("name", SERVED)
 def test_the_table_of_families_is_what_the_models_are(name: str) -> None:
     row = table_row(name, family_model(name), router_weights_of(name))
