@@ -1,0 +1,78 @@
+"""What is built of the project, and the files around it that people and tools read."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import pagedweight
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+yaml = pytest.importorskip("yaml", reason="needs the dev extra")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel that was made from it."""
+    pytest.importorskip("build", reason="needs the dev extra")
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_wheel_has_the_code_the_model_that_ships_and_the_licence(built: Path) -> None:
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+        names = set(wheel.namelist())
+        metadata = wheel.read(f"pagedweight-{pagedweight.__version__}.dist-info/METADATA").decode()
+    for path in (ROOT / "pagedweight").rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            assert f"pagedweight/{path.relative_to(ROOT / 'pagedweight')}" in names
+    assert "pagedweight/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert not [name for name in names if name.startswith(("tests", "bench", "docs"))]
+    assert {"hf", "vllm", "plots", "serve", "dev"} <= set(re.findall(r"^Provides-Extra: (\w+)", metadata, re.MULTILINE))
+    assert "License-Expression: Apache-2.0" in metadata
+
+
+def test_the_sdist_can_be_built_from_and_has_the_licence(built: Path) -> None:
+    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert {"LICENSE", "README.md", "pyproject.toml", "pagedweight/py.typed"} <= names
+
+
+def test_every_extra_that_a_command_asks_for_is_there() -> None:
+    from pagedweight.cli_common import EXTRA_MODULES
+
+    assert set(EXTRA_MODULES) <= set(PROJECT["optional-dependencies"])
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == pagedweight.__version__
+    assert citation["license"] == PROJECT["license"]
+    assert citation["references"][0]["title"].startswith("PagedWeight")
+
+
+def test_the_issue_template_asks_for_the_doctors_answer() -> None:
+    template = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text(encoding="utf-8"))
+    asked = next(field for field in template["body"] if field["id"] == "doctor")
+    assert "pagedweight doctor" in asked["attributes"]["description"]
+    assert asked["validations"]["required"]
+
+
+def test_hooks_before_a_commit_run_ruff_of_a_version_the_project_takes() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    ruff = next(repo for repo in hooks if "ruff" in repo["repo"])
+    assert {hook["id"] for hook in ruff["hooks"]} == {"ruff-check", "ruff-format"}
+    least = next(r for r in PROJECT["optional-dependencies"]["dev"] if r.startswith("ruff")).partition(">=")[2]
+    assert ruff["rev"].startswith(f"v{least}")
