@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -112,7 +113,7 @@ class Arena:
         frames = self.highest_free(count)
         if count:
             self._high = int(frames[0])
-        self._take(frames, owner)
+        self._take(frames, count, owner)
         return frames
 
     def highest_free(self, count: int, *, outside: tuple[int, int] = (0, 0)) -> np.ndarray:
@@ -133,7 +134,7 @@ class Arena:
     def allocate_run(self, count: int, owner: Owner) -> int:
         """First id of `count` contiguous frames, the lowest that fit. Raises OutOfFrames."""
         first = self._find_run(count)
-        self._take(np.arange(first, first + count), owner)
+        self._take(slice(first, first + count), count, owner)
         return first
 
     def free(self, frames: np.ndarray | Sequence[int]) -> None:
@@ -174,12 +175,12 @@ class Arena:
         assert (self._row[weights] >= 0).all()
         assert (self._row[~weights] == -1).all()
 
-    def _take(self, frames: np.ndarray, owner: Owner) -> None:
+    def _take(self, frames: np.ndarray | slice, count: int, owner: Owner) -> None:
         assert owner.kind != _FREE, owner
         self._kind[frames] = owner.kind
         self._row[frames] = owner.row
-        self._held[owner.kind] += len(frames)
-        self._held[_FREE] -= len(frames)
+        self._held[owner.kind] += count
+        self._held[_FREE] -= count
 
     def _find_run(self, count: int) -> int:
         """The lowest start of `count` free frames."""
@@ -202,6 +203,22 @@ def replaced(frames: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> np
     sources, targets = sources[order], targets[order]
     at = np.minimum(np.searchsorted(sources, frames), len(sources) - 1)
     return np.where(sources[at] == frames, targets[at], frames)
+
+
+def run_frames(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Ids of all the frames of several runs."""
+    starts = np.repeat(firsts - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts)
+    return starts + np.arange(counts.sum())
+
+
+def parted(firsts: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
+    """Ids of the frames of each of several runs."""
+    return split(run_frames(firsts, counts), counts)
+
+
+def split(values: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
+    """Consecutive parts of an array, so many values each."""
+    return [values[start:stop] for start, stop in pairwise([0, *np.cumsum(counts).tolist()])]
 
 
 def _aligned_bytes(count: int, device: torch.device | str) -> torch.Tensor:

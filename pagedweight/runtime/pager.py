@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagedweight.runtime.frames import Arena
+from pagedweight.runtime.frames import Arena, parted
 from pagedweight.runtime.pager_load import Loads
 from pagedweight.runtime.pager_release import Releases
 from pagedweight.runtime.pager_room import KVMoved
@@ -121,12 +121,9 @@ class Pager:
         if not lowering:
             return
         rows, bits = np.array([(t.row, t.to_bits) for t in lowering], dtype=np.int64).T
-        above_floor = bits > self._table.floor
         with ExitStack() as on_error:
             on_error.callback(self._fall_to_floor, rows)
-            self._engine.write_now(
-                [self._slot_write(*t) for t in zip(rows[above_floor], bits[above_floor], strict=True)]
-            )
+            self._engine.write_now(self._slot_writes(rows, bits))
             on_error.pop_all()
         self._commit_lower(rows, bits)
 
@@ -189,11 +186,12 @@ class Pager:
 
     def _checked(self, transitions: list[Transition]) -> list[Transition]:
         """The transitions, or ValueError, with nothing moved, when a row comes twice or is not as the plan says."""
-        rows = [t.row for t in transitions]
-        if len(set(rows)) != len(rows):
+        rows = np.array([t.row for t in transitions], dtype=np.int64)
+        if len(set(rows.tolist())) != len(rows):
             raise ValueError("a plan names a row twice; give each row one transition")
-        for t in transitions:
-            committed, desired = self._table.committed[t.row], self._table.desired[t.row]
+        for t, committed, desired in zip(
+            transitions, self._table.committed[rows].tolist(), self._table.desired[rows].tolist(), strict=True
+        ):
             if not t.from_bits == committed == desired:
                 raise ValueError(
                     f"row {t.row} is at {committed} bits on its way to {desired}; "
@@ -206,10 +204,13 @@ class Pager:
         self._commit_lower(rows, np.full_like(rows, self._table.floor))
         self._table.publish()
 
-    def _slot_write(self, row: int, bits: int) -> FrameCopy:
-        """The table of a lower width over the prefix of the row's slot."""
-        run = self._table.slot_run[row]
-        return FrameCopy(np.arange(run, run + self._table.table_frames(row, bits)), self._host.table(row, bits))
+    def _slot_writes(self, rows: np.ndarray, bits: np.ndarray) -> list[FrameCopy]:
+        """Tables of lower widths over the prefixes of the rows' slots; the floor's is there already."""
+        above_floor = bits > self._table.floor
+        rows, bits = rows[above_floor], bits[above_floor]
+        frames = parted(self._table.slot_run[rows], self._table.table_frames(rows, bits))
+        tables = map(self._host.table, rows.tolist(), bits.tolist())
+        return list(map(FrameCopy, frames, tables))
 
     def _commit_lower(self, rows: np.ndarray, bits: np.ndarray) -> None:
         self._table.want(rows, bits)

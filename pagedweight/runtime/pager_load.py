@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagedweight.runtime.frames import Arena, OutOfFrames, Owner, OwnerKind
+from pagedweight.runtime.frames import Arena, OutOfFrames, Owner, OwnerKind, parted, split
 from pagedweight.runtime.pager_room import Room
 from pagedweight.runtime.pages import HostPages
 from pagedweight.runtime.table import PageTable
@@ -32,6 +32,17 @@ class _Run(NamedTuple):
     row: int
     bits: int
     first_frame: int
+
+
+class _Placed(NamedTuple):
+    """Rows on their way up to `bits`: how many pages each lacks, where its table goes, and its pages' frames, which
+    come row by row and page by page."""
+
+    rows: np.ndarray
+    bits: np.ndarray
+    pages: np.ndarray
+    first_frames: np.ndarray
+    frames: np.ndarray
 
 
 class Loads:
@@ -62,16 +73,15 @@ class Loads:
     def start(self, raising: Sequence[Transition]) -> None:
         """Allocate frames and copy in, one batch. A row whose table finds no run rises as far as one does; rows for
         which there is no room at all now are left as they are."""
-        runs = self._allocate(raising)
-        if not runs:
+        placed = self._allocate(raising)
+        if placed is None:
             return
-        rows = np.array(list(runs), dtype=np.int64)
-        copies = [copy for row, run in runs.items() for copy in self._copies(row, run)]
+        copies = self._copies(placed)
         with ExitStack() as on_error:
-            on_error.callback(self._give_up, rows)
+            on_error.callback(self._give_up, placed.rows)
             ticket = self._engine.copy_in(copies)
             on_error.pop_all()
-        self._started.append(_Load(rows, sum(copy.host.numel() for copy in copies), ticket))
+        self._started.append(_Load(placed.rows, sum(copy.host.numel() for copy in copies), ticket))
 
     def collect(self, *, wait: bool = False) -> None:
         """Note what has landed. A failed copy gives its rows' frames back, leaves them as they were, and raises."""
@@ -101,32 +111,29 @@ class Loads:
         self.cancelled_rows += len(rows)
         self._give_up(rows)
 
-    def _allocate(self, raising: Sequence[Transition]) -> dict[int, int]:
-        """Frames for as many rows as fit, in order; first frame of each row's new table, by row."""
+    def _allocate(self, raising: Sequence[Transition]) -> _Placed | None:
+        """Frames for as many rows as fit, in order; None when there is no room for any."""
         rows, bits = np.array([(t.row, t.to_bits) for t in raising], dtype=np.int64).T
         needed = (bits - self._table.committed[rows]) * self._table.sizes.plane_frames[rows]
         fits = np.cumsum(needed + self._table.table_frames(rows, bits)) <= self._arena.free_frames
-        placed: list[_Run] = []
+        runs: list[_Run] = []
         with ExitStack() as on_error:
-            on_error.callback(self._free_runs, placed)
-            self._place_tables(rows[fits], bits[fits], placed)
-            if placed:
-                rows, bits, runs = np.array(placed, dtype=np.int64).T
-                page_counts = bits - self._table.committed[rows]
-                plane_counts = page_counts * self._table.sizes.plane_frames[rows]
-                owner = Owner(OwnerKind.PLANE, np.repeat(rows, plane_counts))
-                frames = np.split(self._arena.allocate(int(plane_counts.sum()), owner), np.cumsum(plane_counts)[:-1])
+            on_error.callback(self._free_runs, runs)
+            self._place_tables(rows[fits], bits[fits], runs)
+            if runs:
+                rows, bits, first_frames = np.array(runs, dtype=np.int64).T
+                pages = bits - self._table.committed[rows]
+                counts = pages * self._table.sizes.plane_frames[rows]
+                frames = self._arena.allocate(int(counts.sum()), Owner(OwnerKind.PLANE, np.repeat(rows, counts)))
             on_error.pop_all()
-        self.deferred_rows += len(raising) - len(placed)
-        if not placed:
-            return {}
+        self.deferred_rows += len(raising) - len(runs)
+        if not runs:
+            return None
         self._table.want(rows, bits)
-        first_frames = dict(zip(rows.tolist(), runs.tolist(), strict=True))
-        for (row, run), pages, row_frames in zip(first_frames.items(), page_counts, frames, strict=True):
-            self._table.begin_move_in(row, row_frames.reshape(pages, -1), run)
-        return first_frames
+        self._table.begin_move_in(rows, frames, first_frames)
+        return _Placed(rows, bits, pages, first_frames, frames)
 
-    def _place_tables(self, rows: np.ndarray, bits: np.ndarray, placed: list[_Run]) -> None:
+    def _place_tables(self, rows: np.ndarray, bits: np.ndarray, runs: list[_Run]) -> None:
         """Frames for the new tables, one by one. Where others had to move, kernels learn of it at once."""
         self.room.renew()
         with ExitStack() as afterwards:
@@ -134,10 +141,10 @@ class Loads:
             for row, wanted in zip(rows.tolist(), bits.tolist(), strict=True):
                 run = self._widest_run(row, wanted)
                 if run is not None:
-                    placed.append(run)
+                    runs.append(run)
 
-    def _free_runs(self, placed: list[_Run]) -> None:
-        for row, bits, first in placed:
+    def _free_runs(self, runs: list[_Run]) -> None:
+        for row, bits, first in runs:
             self._arena.free(np.arange(first, first + self._table.table_frames(row, bits)))
 
     def _widest_run(self, row: int, bits: int) -> _Run | None:
@@ -150,14 +157,18 @@ class Loads:
                     continue
         return None
 
-    def _copies(self, row: int, run: int) -> list[FrameCopy]:
-        committed, desired = int(self._table.committed[row]), int(self._table.desired[row])
-        table_frames = np.arange(run, run + self._table.table_frames(row, desired))
-        copies = [FrameCopy(table_frames, self._host.table(row, desired))]
-        for plane in range(committed, desired):
-            page = self._host.page(row, plane)
-            assert page is not None, (row, plane)
-            copies.append(FrameCopy(self._table.page_frames(row, plane), page))
+    def _copies(self, placed: _Placed) -> list[FrameCopy]:
+        """Each row's table, then its pages."""
+        rows, bits, pages, first_frames, frames = placed
+        tables = parted(first_frames, self._table.table_frames(rows, bits))
+        of_pages = iter(split(frames, np.repeat(self._table.sizes.plane_frames[rows], pages)))
+        copies = []
+        for row, width, count, table_frames in zip(rows.tolist(), bits.tolist(), pages.tolist(), tables, strict=True):
+            copies.append(FrameCopy(table_frames, self._host.table(row, width)))
+            for plane in range(width - count, width):
+                page = self._host.page(row, plane)
+                assert page is not None, (row, plane)
+                copies.append(FrameCopy(next(of_pages), page))
         return copies
 
     def _drop(self, load: _Load) -> None:

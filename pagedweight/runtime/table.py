@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pagedweight.layout import BlockTables, Layout
-from pagedweight.runtime.frames import Arena, Owner, OwnerKind, replaced
+from pagedweight.runtime.frames import Arena, Owner, OwnerKind, replaced, run_frames
 from pagedweight.runtime.pages import PageSizes
 from pagedweight.runtime.table_view import TableSnapshot
 
@@ -29,6 +29,10 @@ class PageState(enum.IntEnum):
     TO_CPU = 3
 
 
+# As plain numbers: an enum member costs more to look up than to compare a whole array with.
+_CPU, _GPU, _TO_GPU, _TO_CPU = map(int, PageState)
+
+
 class PageTable:
     """R rows, at first with nothing on the device and committed width 0; the first raise of a row is to the floor.
 
@@ -41,7 +45,7 @@ class PageTable:
         self.sizes = sizes
         self.committed = np.zeros(rows, dtype=np.int64)
         self.desired = np.zeros(rows, dtype=np.int64)
-        self.state = np.full((rows, planes), PageState.CPU, dtype=np.uint8)
+        self.state = np.full((rows, planes), _CPU, dtype=np.uint8)
         self.frames = np.full((rows, planes, most_frames), NO_FRAME, dtype=np.int64)
         self.floor_run = np.full(rows, NO_FRAME, dtype=np.int64)
         self.slot_run = np.full(rows, NO_FRAME, dtype=np.int64)
@@ -98,7 +102,7 @@ class PageTable:
 
     def busy(self) -> np.ndarray:
         """bool (R,), rows with a page in transfer."""
-        return (self.state >= PageState.TO_GPU).any(1)
+        return (self.state >= _TO_GPU).any(1)
 
     def advance(self) -> None:
         """One boundary has passed."""
@@ -126,7 +130,7 @@ class PageTable:
         old, new = self.committed[rows], self.desired[rows]
         assert (new < old).all(), (rows, old, new)
         kept = np.where(new > self.floor, self.table_frames(rows, new), 0)
-        retired = _run_frames(self.slot_run[rows] + kept, self._slot_frames(rows) - kept)
+        retired = run_frames(self.slot_run[rows] + kept, self._slot_frames(rows) - kept)
         self.slot_run[rows[new == self.floor]] = NO_FRAME
         self._commit(rows)
         return retired
@@ -136,7 +140,7 @@ class PageTable:
         old, new = self.committed[rows], self.desired[rows]
         assert (new > old).all(), (rows, old, new)
         assert (self._resident_width(rows) >= new).all(), (rows, new)
-        retired = _run_frames(self.slot_run[rows], self._slot_frames(rows))
+        retired = run_frames(self.slot_run[rows], self._slot_frames(rows))
         incoming = self._incoming_run[rows]
         at_floor = new == self.floor
         assert (at_floor == (old == 0)).all(), (rows, old, new)
@@ -148,16 +152,22 @@ class PageTable:
 
     def begin_move_out(self, rows: np.ndarray) -> None:
         """Resident pages above q start leaving; they keep their frames until end_move."""
-        leaving = (self.state[rows] == PageState.GPU) & (self._planes >= self.committed[rows, None])
-        self.state[rows] = np.where(leaving, PageState.TO_CPU, self.state[rows])
+        leaving = (self.state[rows] == _GPU) & (self._planes >= self.committed[rows, None])
+        self.state[rows] = np.where(leaving, _TO_CPU, self.state[rows])
 
-    def begin_move_in(self, row: int, frames: np.ndarray, run: int) -> None:
-        """Pages q..d-1 of a row start arriving in these frames (pages, F) and the table of d in this run."""
-        arriving = slice(self.committed[row], self.desired[row])
-        assert (self.state[row, arriving] == PageState.CPU).all(), row
-        self.state[row, arriving] = PageState.TO_GPU
-        self.frames[row, arriving, : frames.shape[1]] = frames
-        self._incoming_run[row] = run
+    def begin_move_in(self, rows: np.ndarray, frames: np.ndarray, runs: np.ndarray) -> None:
+        """Pages q..d-1 of the rows start arriving in these frames, which come row by row and page by page, and the
+        tables of d in these runs.
+        """
+        state = self.state[rows]
+        arriving = (self._planes >= self.committed[rows, None]) & (self._planes < self.desired[rows, None])
+        assert (state[arriving] == _CPU).all(), rows
+        self.state[rows] = np.where(arriving, _TO_GPU, state)
+        at, planes = np.nonzero(arriving)
+        pages = np.full((len(at), self.frames.shape[2]), NO_FRAME)
+        pages[np.arange(pages.shape[1]) < self.sizes.plane_frames[rows[at], None]] = frames
+        self.frames[rows[at], planes] = pages
+        self._incoming_run[rows] = runs
 
     def end_move(self, rows: np.ndarray, *, landed: bool = True) -> np.ndarray:
         """Pages in transfer arrive, in whichever direction they go; returns the frames that nobody uses now.
@@ -165,20 +175,20 @@ class PageTable:
         landed: False when pages on their way in will not come; their frames and the table's are returned.
         """
         state = self.state[rows]
-        gone = state == PageState.TO_CPU
+        gone = state == _TO_CPU
         freed = [np.empty(0, dtype=np.int64)]
         if not landed:
-            gone |= state == PageState.TO_GPU
+            gone |= state == _TO_GPU
             incoming, wanted = self._incoming_run[rows], self.desired[rows]
-            freed.append(_run_frames(incoming, np.where(incoming >= 0, self.table_frames(rows, wanted), 0)))
+            freed.append(run_frames(incoming, np.where(incoming >= 0, self.table_frames(rows, wanted), 0)))
             self._incoming_run[rows] = NO_FRAME
             self.desired[rows] = self.committed[rows]
         frames = self.frames[rows]
         freed.append(frames[gone].ravel())
         frames[gone] = NO_FRAME
         self.frames[rows] = frames
-        state[state == PageState.TO_GPU] = PageState.GPU
-        state[gone] = PageState.CPU
+        state[state == _TO_GPU] = _GPU
+        state[gone] = _CPU
         self.state[rows] = state
         freed_frames = np.concatenate(freed)
         return freed_frames[freed_frames >= 0]
@@ -224,7 +234,7 @@ class PageTable:
         """Assert every invariant of table and arena together; for tests and after faults."""
         assert (self._resident_width(np.arange(len(self.committed))) >= self.committed).all()
         has_frames = self.frames[:, :, 0] >= 0
-        assert (has_frames == (self.state != PageState.CPU)).all()
+        assert (has_frames == (self.state != _CPU)).all()
         at_rest = ~self.busy()
         assert (self.desired == self.committed)[at_rest].all()
         assert ((self.slot_run >= 0) == (self.committed > self.floor)).all()
@@ -259,7 +269,7 @@ class PageTable:
 
     def _resident_width(self, rows: np.ndarray) -> np.ndarray:
         """Leading planes on the device."""
-        return np.logical_and.accumulate(self.state[rows] == PageState.GPU, axis=1).sum(1)
+        return np.logical_and.accumulate(self.state[rows] == _GPU, axis=1).sum(1)
 
 
 def _identities(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -279,12 +289,6 @@ def _empty_tables(rows: int, planes: int, frames: int, memory: torch.Tensor) -> 
             torch.zeros(rows, dtype=torch.int64, device=memory.device),
             memory,
         )
-
-
-def _run_frames(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Ids of all the frames of several runs."""
-    starts = np.repeat(firsts - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts)
-    return starts + np.arange(counts.sum())
 
 
 def _to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:

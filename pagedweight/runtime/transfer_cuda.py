@@ -15,6 +15,8 @@ from pagedweight.runtime.transfer_batch import DriverCopies, Pieces, pieces_of
 # A half of the staging memory: long enough that launches cost little beside the copy, short enough that little is left
 # to spread once the last bytes have crossed the bus.
 _STAGING_BYTES = 32 * 2**20
+# Tables that lowered widths wait for: some 90 KiB each, a hundred at a boundary.
+_WRITING_BYTES = 8 * 2**20
 _WORD = torch.complex128  # frames spread 16 bytes at a time
 
 
@@ -48,51 +50,67 @@ class _Half:
         self.free = torch.cuda.Event()
 
 
+class _Staging:
+    """Two halves of memory beside the arena, used in turn; made when they are first wanted."""
+
+    def __init__(self, arena: Arena, most_bytes: int) -> None:
+        self.half_frames = max(1, min(most_bytes // arena.frame_bytes, arena.frames))
+        self.half_bytes = self.half_frames * arena.frame_bytes
+        self._shape = (2, self.half_frames, arena.frame_bytes // _WORD.itemsize)
+        self._device = arena.memory.device
+        self._halves: list[_Half] = []
+
+    def next_half(self, stream: torch.cuda.Stream) -> _Half:
+        """The half that has been in use for longer; what comes next on the stream may overwrite it."""
+        if not self._halves:
+            self._halves = [_Half(rows) for rows in torch.empty(self._shape, dtype=_WORD, device=self._device)]
+            # The memory may have been another tensor's, which kernels launched so far still use.
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._halves.reverse()
+        stream.wait_event(self._halves[0].free)
+        return self._halves[0]
+
+
 class CudaEngine:
     """Two streams beside the compute stream (the caller's current stream); nothing here waits for the device.
 
     Pages pass through a staging buffer on the device: a copy has a cost of its own that frames of a few KiB cannot
     carry, so host bytes that lie together cross the bus together and one kernel spreads the frames, while the next
-    bytes already cross into the other half.
+    bytes already cross into the other half. What is written for the next forward has a buffer and a stream of its own:
+    behind pages on their way in it would hold that forward up.
     """
 
     def __init__(self, arena: Arena, staging_bytes: int = _STAGING_BYTES) -> None:
         self._device = arena.memory.device
-        self._rows = arena.rows
         self._words = arena.rows.view(_WORD)
         self._copy_stream = torch.cuda.Stream(self._device)
         self._spread_stream = torch.cuda.Stream(self._device)
+        self._write_stream = torch.cuda.Stream(self._device)
         self._copies = DriverCopies()
-        self._staging_frames = max(1, min(staging_bytes // arena.frame_bytes, arena.frames))
-        self._half_bytes = self._staging_frames * arena.frame_bytes
-        self._halves: list[_Half] = []
+        self._staging = _Staging(arena, staging_bytes)
+        self._writing = _Staging(arena, _WRITING_BYTES)
+        self._written: list[_EventTicket] = []
 
     def copy_in(self, copies: Sequence[FrameCopy]) -> Ticket:
         began = torch.cuda.Event(enable_timing=True)
-        began.record(self._copy_stream)
         if not copies:
+            began.record(self._copy_stream)
             return _EventTicket(self._copy_stream, began=began)
-        hosts, pieces = self._pieces(copies)
+        hosts, pieces = self._pieces(copies, self._staging)
         with torch.cuda.device(self._device), _settled(self._copy_stream, self._spread_stream):
-            ids = self._spread_ids(copies)
-            batch_of = pieces.start // self._half_bytes
-            for number, part in enumerate(ids.split(self._staging_frames)):
-                half, batch = self._next_half(), batch_of == number
-                self._copy_stream.wait_event(half.free)
-                self._copies.copy_pieces(half.address, Pieces(*(values[batch] for values in pieces)), self._copy_stream)
-                self._spread_stream.wait_stream(self._copy_stream)
-                with torch.cuda.stream(self._spread_stream):
-                    self._words.index_copy_(0, part, half.rows[: len(part)])
-                half.free.record(self._spread_stream)
+            # Everything launched so far on the compute stream may still use the frames.
+            self._spread_stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._cross(copies, pieces, self._staging, self._copy_stream, self._spread_stream, began)
             return _EventTicket(self._spread_stream, hosts, began)
 
     def copy_out(self, copies: Sequence[FrameCopy]) -> Ticket:
         with _settled(self._copy_stream, self._spread_stream):
+            self._spread_stream.wait_stream(torch.cuda.current_stream(self._device))
             for frames, host in copies:
-                ids = self._spread_ids([FrameCopy(frames, host)])
-                for part, target in zip(ids.split(self._staging_frames), host.split(self._half_bytes), strict=True):
-                    half = self._next_half()
-                    self._spread_stream.wait_event(half.free)
+                ids = self._on_device(frames, self._spread_stream)
+                parts = host.split(self._staging.half_bytes)
+                for part, target in zip(ids.split(self._staging.half_frames), parts, strict=True):
+                    half = self._staging.next_half(self._spread_stream)
                     with torch.cuda.stream(self._spread_stream):
                         torch.index_select(self._words, 0, part, out=half.rows[: len(part)])
                         target.view(_WORD).view(len(part), -1).copy_(half.rows[: len(part)], non_blocking=True)
@@ -103,23 +121,48 @@ class CudaEngine:
         return _EventTicket(torch.cuda.current_stream(self._device))
 
     def write_now(self, copies: Sequence[FrameCopy]) -> None:
-        hosts = [host for _, host in copies]
-        locked = _page_locked(hosts, _places(hosts)[:, 0])
-        for (frames, host), is_locked in zip(copies, locked, strict=True):
-            pieces = (host if is_locked else host.pin_memory()).view(len(frames), -1)
-            for start, stop in _runs(frames):
-                first = int(frames[start])
-                self._rows[first : first + stop - start].copy_(pieces[start:stop], non_blocking=True)
+        if not copies:
+            return
+        self._written = [ticket for ticket in self._written if not ticket.done()]
+        compute = torch.cuda.current_stream(self._device)
+        hosts, pieces = self._pieces(copies, self._writing)
+        with torch.cuda.device(self._device), _settled(self._write_stream, compute):
+            self._cross(copies, pieces, self._writing, self._write_stream, compute)
+            self._written.append(_EventTicket(self._write_stream, hosts))
 
     def relocate(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        ids = self._on_device(np.stack([sources, targets]))
+        ids = self._on_device(np.stack([sources, targets]), torch.cuda.current_stream(self._device))
         self._words.index_copy_(0, ids[1], self._words.index_select(0, ids[0]))
 
     def close(self) -> None:
-        for stream in (self._copy_stream, self._spread_stream, torch.cuda.current_stream(self._device)):
+        streams = self._copy_stream, self._spread_stream, self._write_stream
+        for stream in (*streams, torch.cuda.current_stream(self._device)):
             stream.synchronize()
 
-    def _pieces(self, copies: Sequence[FrameCopy]) -> tuple[list[torch.Tensor], Pieces]:
+    def _cross(
+        self,
+        copies: Sequence[FrameCopy],
+        pieces: Pieces,
+        staging: _Staging,
+        copying: torch.cuda.Stream,
+        spreading: torch.cuda.Stream,
+        began: torch.cuda.Event | None = None,
+    ) -> None:
+        """Host bytes to a half of the staging memory on one stream, from there to their frames on the other; began:
+        recorded where the first bytes start."""
+        ids = self._on_device(np.concatenate([frames for frames, _ in copies]), spreading)
+        batch_of = pieces.start // staging.half_bytes
+        for number, part in enumerate(ids.split(staging.half_frames)):
+            half, batch = staging.next_half(copying), batch_of == number
+            if began is not None and not number:
+                began.record(copying)
+            self._copies.copy_pieces(half.address, Pieces(*(values[batch] for values in pieces)), copying)
+            spreading.wait_stream(copying)
+            with torch.cuda.stream(spreading):
+                self._words.index_copy_(0, part, half.rows[: len(part)])
+            half.free.record(spreading)
+
+    def _pieces(self, copies: Sequence[FrameCopy], staging: _Staging) -> tuple[list[torch.Tensor], Pieces]:
         """The copies' bytes in page-locked memory, and where they lie."""
         hosts = [host for _, host in copies]
         places = _places(hosts)
@@ -127,28 +170,12 @@ class CudaEngine:
         if not all(locked):
             hosts = [host if is_locked else host.pin_memory() for host, is_locked in zip(hosts, locked, strict=True)]
             places = _places(hosts)
-        return hosts, pieces_of(*places.T, self._half_bytes)
+        return hosts, pieces_of(*places.T, staging.half_bytes)
 
-    def _spread_ids(self, copies: Sequence[FrameCopy]) -> torch.Tensor:
-        """Ids of the copies' frames, on a spread stream that comes after everything launched so far on the compute
-        stream, which may still use those frames.
-        """
-        self._spread_stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._spread_stream):
-            return self._on_device(np.concatenate([frames for frames, _ in copies]))
-
-    def _next_half(self) -> _Half:
-        """The half that has been in use for longer."""
-        if not self._halves:
-            shape = (2, self._staging_frames, self._words.shape[1])
-            self._halves = [_Half(rows) for rows in torch.empty(shape, dtype=_WORD, device=self._device)]
-            # The memory may have been another tensor's, which kernels launched so far still use.
-            self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._halves.reverse()
-        return self._halves[0]
-
-    def _on_device(self, frames: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(frames).pin_memory().to(self._device, non_blocking=True)
+    def _on_device(self, frames: np.ndarray, stream: torch.cuda.Stream) -> torch.Tensor:
+        """Frame ids on the device, there for what comes next on the stream."""
+        with torch.cuda.stream(stream):
+            return torch.from_numpy(frames).pin_memory().to(self._device, non_blocking=True)
 
 
 @contextmanager
@@ -172,9 +199,3 @@ def _page_locked(hosts: list[torch.Tensor], memory: np.ndarray) -> list[bool]:
     allocations, first, of = np.unique(memory, return_index=True, return_inverse=True)
     locked = np.array([hosts[at].is_pinned() for at in first.tolist()], dtype=bool)
     return locked[of].tolist() if len(allocations) else []
-
-
-def _runs(frames: np.ndarray) -> list[tuple[int, int]]:
-    """[start, stop) positions of the stretches of consecutive ids."""
-    cuts = np.flatnonzero(np.diff(frames) != 1) + 1
-    return list(zip([0, *cuts.tolist()], [*cuts.tolist(), len(frames)], strict=True))

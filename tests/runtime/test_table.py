@@ -25,7 +25,7 @@ def bring_in(table: PageTable, row: int, bits: int) -> None:
     frames = table._arena.allocate(pages * int(table.sizes.plane_frames[row]), Owner(OwnerKind.PLANE, row))
     run = table._arena.allocate_run(int(table.table_frames(row, bits)), Owner(OwnerKind.TABLE, row))
     table.want(np.array([row]), np.array([bits]))
-    table.begin_move_in(row, frames.reshape(pages, -1), run)
+    table.begin_move_in(np.array([row]), frames, np.array([run]))
 
 
 def raise_row(table: PageTable, row: int, bits: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pagedweight.runtime.frames import KV_OWNER, Arena
 from pagedweight.runtime.transfer import FrameCopy, ImmediateEngine
 from pagedweight.runtime.transfer_batch import pieces_of
-from pagedweight.runtime.transfer_cuda import CudaEngine, _runs
+from pagedweight.runtime.transfer_cuda import CudaEngine
 
 FRAME_BYTES = 4096
 
@@ -62,19 +62,6 @@ def test_write_now_is_seen_by_what_comes_next(device):
     engine.fence().wait()
 
 
-@pytest.mark.parametrize(
-    ("frames", "runs"),
-    [
-        ([5], [(0, 1)]),
-        ([5, 6, 7], [(0, 3)]),
-        ([5, 6, 9, 10, 3], [(0, 2), (2, 4), (4, 5)]),
-        ([3, 2, 1], [(0, 1), (1, 2), (2, 3)]),
-    ],
-)
-def test_runs_are_stretches_of_consecutive_frames(frames, runs):
-    assert _runs(np.array(frames)) == runs
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 1), st.integers(0, 8)), min_size=1, max_size=12), st.sampled_from([64, 192, 4096])
 )
@@ -122,7 +109,7 @@ def test_case_70_a_page_leaves_before_its_frames_are_used_again():
     room = torch.zeros(16 * FRAME_BYTES, dtype=torch.uint8).pin_memory()
     engine.copy_out([FrameCopy(frames, room)]).wait()  # loads its kernels, which would wait for the stream
     room.zero_()
-    with torch.cuda.stream(engine._copy_stream):
+    with torch.cuda.stream(engine._spread_stream):
         torch.cuda._sleep(100_000_000)
     ticket = engine.copy_out([FrameCopy(frames, room)])
     assert not ticket.done()
@@ -133,12 +120,31 @@ def test_case_70_a_page_leaves_before_its_frames_are_used_again():
 
 @pytest.mark.gpu
 def test_pages_larger_than_the_staging_buffer_and_batches_that_overflow_it(monkeypatch):
-    monkeypatch.setattr("pagedweight.runtime.transfer_cuda._STAGING_BYTES", 16 * FRAME_BYTES)
-    _, engine = make("cuda")
+    monkeypatch.setattr("pagedweight.runtime.transfer_cuda._WRITING_BYTES", 16 * FRAME_BYTES)
+    arena = Arena(256 * FRAME_BYTES, FRAME_BYTES, "cuda")
+    engine = CudaEngine(arena, staging_bytes=16 * FRAME_BYTES)
     scattered = np.random.default_rng(1).permutation(256)
     places = [scattered[:40], scattered[40:52], scattered[52:66], scattered[66:70]]
-    pages = [random_page(len(place)) for place in places]
-    engine.copy_in([FrameCopy(*copy) for copy in zip(places, pages, strict=True)]).wait()
-    back = [torch.zeros_like(page) for page in pages]
-    engine.copy_out([FrameCopy(*copy) for copy in zip(places, back, strict=True)]).wait()
-    assert all(torch.equal(a, b) for a, b in zip(pages, back, strict=True))
+    for write in (lambda copies: engine.copy_in(copies).wait(), engine.write_now):
+        pages = [random_page(len(place)) for place in places]
+        write([FrameCopy(*copy) for copy in zip(places, pages, strict=True)])
+        back = [torch.zeros_like(page) for page in pages]
+        engine.copy_out([FrameCopy(*copy) for copy in zip(places, back, strict=True)]).wait()
+        assert all(torch.equal(a, b) for a, b in zip(pages, back, strict=True))
+
+
+@pytest.mark.gpu
+def test_tables_for_the_next_forward_are_read_by_it_and_not_by_the_last_one():
+    """Many tables at once from page-locked and from pageable memory, again and again over the same frames."""
+    arena, engine = make("cuda")
+    frames = np.random.default_rng(2).permutation(256)[:120].reshape(60, 2)
+    expected, seen = [], []
+    for turn in range(6):
+        tables = [random_page(2, pinned=(turn + at) % 3 > 0) for at in range(60)]
+        engine.write_now([FrameCopy(*copy) for copy in zip(frames, tables, strict=True)])
+        torch.cuda._sleep(5_000_000)
+        seen.append(arena.rows[torch.from_numpy(frames.ravel()).pin_memory().cuda(non_blocking=True)])
+        expected.append(torch.stack(tables).view(120, -1))
+        del tables  # page-locked memory made for the copy may be handed out again only when it is over
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(seen, expected, strict=True))
+    engine.close()
