@@ -30,6 +30,12 @@ class Reference(NamedTuple):
     hidden: Tensor
     rows: int
 
+    def one(self, index: int) -> Reference:
+        """Of a single window."""
+        windows, here = self.windows, slice(index, index + 1)
+        own = windows._replace(tokens=windows.tokens[here], mask=windows.mask[here])
+        return Reference(own, self.hidden[here], 1)
+
 
 @torch.no_grad()
 def take_reference(model: nn.Module, windows: Windows, *, rows: int = 4) -> Reference:
@@ -47,21 +53,32 @@ def take_reference(model: nn.Module, windows: Windows, *, rows: int = 4) -> Refe
 
 
 @torch.no_grad()
-def diverge(model: nn.Module, reference: Reference) -> Divergence:
-    """Compare the model as it is now with the reference, over every unmasked position."""
+def diverge(model: nn.Module, reference: Reference, scored: Tensor | None = None) -> Divergence:
+    """Compare the model as it is now with the reference.
+
+    scored: bool (n, T), tokens whose prediction counts, at least one in each window; by default all that are unmasked,
+    and for KL and agreement what the last of them predicts, too.
+    """
     parts = []
+    at = reference.windows.mask if scored is None else scored.roll(-1, 1)
     batches = reference.windows.batches(reference.rows, _device(model))
-    for batch, hidden in zip(batches, reference.hidden.split(reference.rows), strict=True):
+    for batch, hidden, own in zip(
+        batches, reference.hidden.split(reference.rows), at.split(reference.rows), strict=True
+    ):
         logits = last_hidden(model, batch)[0].float()
         expected = head_logits(model, hidden.to(logits.device))
-        parts.extend(_of_window(*values) for values in zip(batch.tokens, batch.mask, logits, expected, strict=True))
+        rows = zip(batch.tokens, batch.mask, own.to(logits.device), logits, expected, strict=True)
+        parts.extend(_of_window(*row) for row in rows)
     return Divergence(*np.array(parts, dtype=np.float64).T)
 
 
-def _of_window(tokens: Tensor, mask: Tensor, logits: Tensor, expected: Tensor) -> tuple[float, float, float]:
-    logits, expected = logits[mask].log_softmax(-1), expected[mask].log_softmax(-1)
-    targets = tokens[mask][1:]
-    loss = functional.nll_loss(logits[:-1], targets)
+def _of_window(
+    tokens: Tensor, mask: Tensor, at: Tensor, logits: Tensor, expected: Tensor
+) -> tuple[float, float, float]:
+    """at: (T,) positions whose prediction counts, of unmasked tokens."""
+    logits, expected = logits[at].log_softmax(-1), expected[at].log_softmax(-1)
+    followed = mask.roll(-1) & (torch.arange(len(mask), device=mask.device) < len(mask) - 1)
+    loss = functional.nll_loss(logits[followed[at]], tokens.roll(-1)[at & followed])
     kl = functional.kl_div(logits, expected, log_target=True, reduction="sum") / len(logits)
     agreement = (logits.argmax(-1) == expected.argmax(-1)).float().mean()
     return loss.item(), kl.item(), agreement.item()

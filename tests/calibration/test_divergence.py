@@ -43,6 +43,21 @@ def test_a_changed_model_diverges_as_computed_by_hand() -> None:
         assert measured.loss[row] == pytest.approx(-chosen.mean().item(), rel=1e-4)
 
 
+def test_only_the_prediction_of_scored_tokens_counts() -> None:
+    model, given = mixtral_m8(), windows()
+    reference, scored = take_reference(model, given, rows=2), torch.zeros(3, 8, dtype=torch.bool)
+    scored[0, 3], scored[1, 5:7], scored[2, 7] = True, True, True
+    model.model.layers[0].mlp.experts.down_proj.data *= 1.5
+    measured = diverge(model, reference, scored)
+    with torch.no_grad():
+        q = model(input_ids=given.tokens, use_cache=False).logits.double().log_softmax(-1)
+    for row in range(3):
+        (at,) = scored[row].nonzero(as_tuple=True)
+        wanted = -q[row, at - 1].gather(1, given.tokens[row, at, None]).mean()
+        assert measured.loss[row] == pytest.approx(wanted.item(), rel=1e-4)
+    np.testing.assert_allclose(diverge(model, reference.one(1), scored[1:2]).kl, measured.kl[1:2], rtol=1e-3)
+
+
 def test_logits_that_are_not_the_heads_are_refused() -> None:
     model = mixtral_m8()
     inner = model.forward
