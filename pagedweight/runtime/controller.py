@@ -66,10 +66,10 @@ class Runtime:
             rho_bounds=(policy.rho_min, policy.rho_max),
         )
         self._limits = limits_of(config, layout)
-        trace = None
+        trace, shared = None, isinstance(gauge, ArenaGauge)
         if config.trace_path is not None:
-            trace = TraceWriter.to(config.trace_path, self._table.snapshot(), policy)
-        shared = isinstance(gauge, ArenaGauge)
+            shared_bytes = arena.memory.numel() if shared else None
+            trace = TraceWriter.to(config.trace_path, self._table.snapshot(), policy, shared_bytes)
         parts = self._table, self._pager, arena, policy, config, self._signals, self._limits
         self._planning = Planning(*parts, trace, shared=shared)
         self._kv: KVState | None = None
@@ -77,7 +77,9 @@ class Runtime:
         self._paused = False
         self._closed = False
         self._rescue = Rescue(arena, self._release, lambda: not self._paused)
-        self._rescue_order = cheapest_to_drop(policy, host.sizes.resident_bytes())
+        resident = host.sizes.resident_bytes()
+        self._floor_bytes = int(resident[:, 0].sum())
+        self._rescue_order = cheapest_to_drop(policy, resident)
         self._place()
 
     @property
@@ -210,6 +212,18 @@ class Runtime:
         """int64 ids of frames for the KV cache, taken from the weights if need be. Raises OutOfFrames."""
         return self.allocating(lambda: self.arena.allocate(frames, KV_OWNER), frames * self.arena.frame_bytes)
 
+    def allocate_kv_window(self, frames: int, origin: int) -> int:
+        """First id of `frames` contiguous frames for KV that stays in its place, a whole number of times `frames` from
+        the frame `origin` on; pages there move, and weights give bytes up if need be. Raises OutOfFrames."""
+        wanted_bytes = frames * self.arena.frame_bytes
+        return self.allocating(lambda: self._pager.allocate_window(frames, origin), wanted_bytes)
+
+    @property
+    def releasable_bytes(self) -> int:
+        """Bytes that weights hold above the floor width: no more of them can be released."""
+        held = self.arena.bytes_by_owner()
+        return held["plane"] + held["table"] - self._floor_bytes
+
     def follow_kv(self, moved: KVMoved) -> None:
         """From now on boundaries may move KV frames within the arena; `moved` is told the old ids and the new."""
         self._pager.follow_kv(moved)
@@ -230,8 +244,7 @@ class Runtime:
 
     def _place(self) -> None:
         """Floor first, which must fit; then the initial widths."""
-        sizes, floor = self._host.sizes, self.layout.floor_width
-        floor_bytes = int(sizes.resident_bytes()[:, 0].sum())
+        floor, floor_bytes = self.layout.floor_width, self._floor_bytes
         free = self.arena.free_bytes
         if free < floor_bytes:
             raise ValueError(

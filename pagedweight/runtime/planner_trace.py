@@ -44,15 +44,17 @@ class TraceWriter:
     """Appends planner steps to a text file, in the order in which their queues follow each other."""
 
     @classmethod
-    def to(cls, path: str | Path, table: TableSnapshot, policy: Policy) -> TraceWriter:
+    def to(cls, path: str | Path, table: TableSnapshot, policy: Policy, arena_bytes: int | None = None) -> TraceWriter:
         """A trace in a new file; every line is on disk when it is written. OSError when there can be none."""
-        return cls(open(path, "w", buffering=1, encoding="utf-8"), table, policy)
+        return cls(open(path, "w", buffering=1, encoding="utf-8"), table, policy, arena_bytes)
 
-    def __init__(self, file: TextIO, table: TableSnapshot, policy: Policy) -> None:
+    def __init__(self, file: TextIO, table: TableSnapshot, policy: Policy, arena_bytes: int | None = None) -> None:
+        """arena_bytes: what weights and KV cache share, for a reader; None where each has memory of its own."""
         self._file = file
         self._write(
             trace_version=TRACE_VERSION,
             policy=digest(policy),
+            arena_bytes=arena_bytes,
             widths=list(table.widths),
             **{name: _pack(getattr(table, name)) for name in _FIXED},
         )
