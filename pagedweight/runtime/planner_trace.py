@@ -86,10 +86,10 @@ def replay(lines: Iterable[str], policy: Policy) -> Iterator[Replayed]:
         raise ValueError(f"the trace has version {head.get('trace_version')}; this release replays {TRACE_VERSION}")
     if head["policy"] != digest(policy):
         raise ValueError("the trace was recorded with another policy; replay it with the one of its checkpoint")
-    fixed = {name: _unpack(head[name]) for name in _FIXED}
+    fixed = {name: unpack(head[name]) for name in _FIXED}
     queue = Queue()
     for step, record in enumerate(records):
-        changing = {name: _unpack(record[name]) for name in _CHANGING}
+        changing = {name: unpack(record[name]) for name in _CHANGING}
         table = TableSnapshot(widths=tuple(head["widths"]), **fixed, **changing)
         observation = _observation(record["observation"])
         if record["verb"] == "raise":
@@ -123,9 +123,9 @@ def _seen(table: TableSnapshot, observation: Observation) -> dict[str, object]:
 
 def _observation(seen: dict[str, object]) -> Observation:
     limits = dict(seen["limits"])
-    limits["lowest_bits"] = _unpack(limits["lowest_bits"])
+    limits["lowest_bits"] = unpack(limits["lowest_bits"])
     limits["damage"] = math.inf if limits["damage"] is None else limits["damage"]
-    arrays = {name: _unpack(seen[name]) for name in _SIGNALS}
+    arrays = {name: unpack(seen[name]) for name in _SIGNALS}
     bounds = None if seen["rho_bounds"] is None else tuple(seen["rho_bounds"])
     return Observation(
         **{**seen, **arrays, "kv": KVState(*seen["kv"]), "limits": Limits(**limits), "rho_bounds": bounds}
@@ -139,7 +139,8 @@ def _pack(array: np.ndarray | None) -> dict[str, object] | None:
     return {"dtype": array.dtype.str, "shape": list(array.shape), "base64": content}
 
 
-def _unpack(packed: dict[str, object] | None) -> np.ndarray | None:
+def unpack(packed: dict[str, object] | None) -> np.ndarray | None:
+    """An array as a trace's lines hold it."""
     if packed is None:
         return None
     return np.frombuffer(base64.b64decode(packed["base64"]), dtype=packed["dtype"]).reshape(packed["shape"])
