@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from pagedweight.runtime.controller_report import RuntimeSnapshot
 from pagedweight.runtime.frames import OutOfFrames
 
-RESERVED_STEPS = 16  # between two looks at what this process holds of the driver's memory
+RESERVED_STEPS = 16  # between two looks at what this process has asked of the driver, and at what the driver has left
 
 
 class Mark:
@@ -44,10 +44,15 @@ class Decoding:
         self.cache = model.pagedweight.new_cache()
         self.seen: list[RuntimeSnapshot] = []
         self.reserved: list[int] = []
+        self.driver_free: list[int] = []
         self._marks: list[Mark] = []
-        generator = torch.Generator(model.device).manual_seed(0)
-        shape = (batch, prompt_tokens)
-        self._ids = torch.randint(model.config.vocab_size, shape, generator=generator, device=model.device)
+        self._generator = torch.Generator(model.device).manual_seed(0)
+        self.skip(prompt_tokens)
+
+    def skip(self, tokens: int) -> None:
+        """Write so many random tokens of each sequence in one forward, which is not timed."""
+        shape, device = (self.batch, tokens), self.model.device
+        self._ids = torch.randint(self.model.config.vocab_size, shape, generator=self._generator, device=device)
         self._forward()
 
     @torch.no_grad()
@@ -72,6 +77,7 @@ class Decoding:
         self.seen.append(self.model.pagedweight.snapshot())
         if self.model.device.type == "cuda" and len(self.seen) % RESERVED_STEPS == 0:
             self.reserved.append(torch.cuda.memory_reserved())
+            self.driver_free.append(torch.cuda.mem_get_info()[0])
 
     def milliseconds(self) -> np.ndarray:
         """(steps,), from the beginning of one forward to that of the next."""

@@ -90,6 +90,11 @@ class Drawn(NamedTuple):
         sums = self.store.host.sizes.resident_bytes().sum(axis=0)
         return dict(zip(self.store.layout.widths, sums.tolist(), strict=True))
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values in every layer."""
+        return sum(shape.token_bytes for pair in self.kv_layers if pair is not None for shape in pair)
+
     def _leave(self) -> None:
         paged = getattr(self.model, "pagedweight", None)
         if paged is not None:

@@ -3,10 +3,9 @@
     python -m bench.e2e.gpu_pressure --model qwen --layers 24 --batch 64 --out bench/results/h200-pressure-qwen.json
 
 1. Moving: 6 bits and --spare-mib of KV cache in a fixed budget. A batch decodes until not one more token fits; then the
-   sequences end, and a small batch decodes on while the pages come back.
+   sequences end, and a small batch decodes on until the pages are back.
 2. Still: the same forwards over as much KV cache in a larger budget, each stretch held at the widths that the moving
    run had in its middle, with nothing moving. The difference in time is what moving costs.
-3. Capacity: tokens of KV cache that fit the budget beside bf16 experts, beside each uniform width, and as reached.
 Weights are random (bench/e2e/drawn.py). Every forward is timed by events on the device's own clock.
 """
 
@@ -17,6 +16,7 @@ import gc
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,37 +35,59 @@ WIDTHS = (3, 4, 5, 6)
 BUFFER_BYTES = 2**30
 STRETCH_STEPS = 16
 SETTLING_STEPS = 3  # of a stretch: the first forwards after a wait start on an idle device
-RESTORE_BATCH, RESTORE_STEPS = 8, 160
+RESTORE_BATCH, RESTORE_STEPS = 8, 640
 WORKSPACE_BYTES = 2 * 2**30
 
 
-class Moving(NamedTuple):
-    """What the moving run leaves for the still one. milliseconds: (steps,). bits: (steps, R)."""
+class Run(NamedTuple):
+    """One run of the moving part. milliseconds, boundary_ms: (steps,), the second on the host. bits: (steps, R)."""
 
-    report: dict
+    batch: int
     milliseconds: np.ndarray
+    boundary_ms: np.ndarray
     bits: np.ndarray
-    restore_milliseconds: np.ndarray
-    restore_bits: np.ndarray
 
 
-def moving(drawn: Drawn, config: RuntimeConfig, batch: int, prompt_tokens: int, most_steps: int) -> Moving:
+class TimedBoundary:
+    """Stands before a model's boundary and keeps what each took on the host, in milliseconds."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.milliseconds: list[float] = []
+        self._call = model.pagedweight.boundary
+        model.pagedweight.boundary = self
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        began = time.perf_counter()
+        self._call(*args, **kwargs)
+        self.milliseconds.append(1e3 * (time.perf_counter() - began))
+
+    def take_off(self, model: PreTrainedModel) -> None:
+        del model.pagedweight.boundary
+
+
+def moving(
+    drawn: Drawn, config: RuntimeConfig, batch: int, prompt_tokens: int, most_steps: int
+) -> tuple[dict, Run, Run]:
+    """What happened, and the steps while the cache grew and while the pages came back."""
     model = drawn.patched(config)
     runtime = model.pagedweight
     warm_up(model, batch, prompt_tokens)
-    start = runtime.snapshot()
+    timed, start = TimedBoundary(model), runtime.snapshot()
     decoding = Decoding(model, batch, prompt_tokens)
+    timed.milliseconds.clear()
     steps = decoding.run(most_steps)
-    took, end = decoding.milliseconds(), runtime.snapshot()
+    filling, end = run_of(decoding, timed), runtime.snapshot()
     tokens = decoding.cache.get_seq_length()
     decoding.cache.release()
     restoring = Decoding(model, RESTORE_BATCH, prompt_tokens)
-    restoring.run(RESTORE_STEPS)
-    restored_took, rested = restoring.milliseconds(), runtime.snapshot()
+    timed.milliseconds.clear()
+    restoring.run(STRETCH_STEPS)
+    while len(restoring.seen) < RESTORE_STEPS and runtime.snapshot().mean_bits < start.mean_bits:
+        restoring.run(STRETCH_STEPS)
+    back, rested = run_of(restoring, timed), runtime.snapshot()
     restoring.cache.release()
+    timed.take_off(model)
     runtime.check()
-    bits, restore_bits = (np.stack([seen.bits for seen in run.seen]) for run in (decoding, restoring))
-    back = int((restore_bits.mean(1) < rested.bits.mean()).sum())
     report = {
         "batch": batch,
         "steps": steps,
@@ -77,18 +99,33 @@ def moving(drawn: Drawn, config: RuntimeConfig, batch: int, prompt_tokens: int, 
         "released_bytes": end.moves.released_bytes - start.moves.released_bytes,
         "released_share_in_kv_blocks": usable_share(start, end),
         "restored_bytes": rested.moves.loaded_bytes - end.moves.loaded_bytes,
-        "restore_steps": back,
+        "restore_steps": len(back.milliseconds),
         "reload_gigabytes_per_second": reload_rate(end, rested) / 1e9,
         "stalled_ms": 1e3 * (end.moves.stalled_seconds - start.moves.stalled_seconds),
         "relocated_bytes": rested.moves.relocated_bytes - start.moves.relocated_bytes,
-        "longest_step_ms": float(took.max()),
-        "median_step_ms": float(np.median(took)),
-        "longest_restoring_step_ms": float(restored_took.max()),
-        "reserved_bytes_spread": int(np.ptp(decoding.reserved or [0])),
-        "over_time": over_time(decoding, took),
-        "restoring": over_time(restoring, restored_took)[:24],
+        "longest_step_ms": float(filling.milliseconds.max()),
+        "median_step_ms": float(np.median(filling.milliseconds)),
+        "longest_restoring_step_ms": float(back.milliseconds.max()),
+        "median_restoring_step_ms": float(np.median(back.milliseconds)),
+        "boundary_share": [float(run.boundary_ms.sum() / run.milliseconds.sum()) for run in (filling, back)],
+        "longest_boundary_ms": [float(run.boundary_ms.max()) for run in (filling, back)],
+        "reserved_bytes_spread": spread([*decoding.reserved, *restoring.reserved]),
+        "driver_free_bytes_spread": spread([*decoding.driver_free, *restoring.driver_free]),
+        "over_time": over_time(decoding, filling),
+        "restoring": over_time(restoring, back),
     }
-    return Moving(report, took, bits, restored_took, restore_bits)
+    return report, filling, back
+
+
+def run_of(decoding: Decoding, timed: TimedBoundary) -> Run:
+    took = decoding.milliseconds()
+    # The forward that found no room had a boundary too.
+    boundaries = np.array(timed.milliseconds[: len(took)])
+    return Run(decoding.batch, took, boundaries, np.stack([seen.bits for seen in decoding.seen]))
+
+
+def spread(values: Sequence[int]) -> int:
+    return int(np.ptp(values or [0]))
 
 
 def warm_up(model: PreTrainedModel, batch: int, prompt_tokens: int) -> None:
@@ -119,16 +156,18 @@ def reload_rate(start: RuntimeSnapshot, end: RuntimeSnapshot) -> float:
     return (end.moves.loaded_bytes - start.moves.loaded_bytes) / max(1e-9, seconds)
 
 
-def over_time(decoding: Decoding, took: np.ndarray) -> list[dict]:
+def over_time(decoding: Decoding, run: Run) -> list[dict]:
     """One row for each stretch: tokens/s, mean bits and bytes."""
     rows = []
-    for first in range(0, len(took), STRETCH_STEPS):
-        seen, part = decoding.seen[first], took[first : first + STRETCH_STEPS]
+    for first in range(0, len(run.milliseconds), STRETCH_STEPS):
+        stretch = slice(first, first + STRETCH_STEPS)
+        seen, part = decoding.seen[first], run.milliseconds[stretch]
         rows.append(
             {
                 "step": first,
-                "tokens_per_second": float(1e3 * decoding.batch * len(part) / part.sum()),
+                "tokens_per_second": float(1e3 * run.batch * len(part) / part.sum()),
                 "longest_ms": float(part.max()),
+                "boundary_ms": float(run.boundary_ms[stretch].sum()),
                 "bits": seen.mean_bits,
                 "kv_mib": seen.kv_bytes >> 20,
                 "weight_mib": seen.weight_bytes >> 20,
@@ -138,60 +177,32 @@ def over_time(decoding: Decoding, took: np.ndarray) -> list[dict]:
     return rows
 
 
-def still(
-    drawn: Drawn, config: RuntimeConfig, moved: Moving, batch: int, prompt_tokens: int, stretch_steps: int
-) -> dict:
-    """The moving run's forwards with nothing moving, and what moving has cost."""
-    model = drawn.patched(config)
-    decoding, compared = Decoding(model, batch, prompt_tokens), []
-    for first in range(0, len(moved.bits) - stretch_steps + 1, stretch_steps):
-        with model.pagedweight.held_at(moved.bits[first + stretch_steps // 2]):
+def still(model: PreTrainedModel, run: Run, prompt_tokens: int, stretch_steps: int, every: int) -> dict:
+    """The run's forwards again with nothing moving, of every so many stretches one, and what moving has cost."""
+    decoding, compared = Decoding(model, run.batch, prompt_tokens), []
+    stretches = range(0, len(run.milliseconds) - stretch_steps + 1, stretch_steps)
+    for number, first in enumerate(stretches):
+        if number % every:
+            decoding.skip(stretch_steps)
+            continue
+        with model.pagedweight.held_at(run.bits[first + stretch_steps // 2]):
             decoding.run(stretch_steps)
-            took = decoding.milliseconds()[-stretch_steps:]
-        compared.append((first, took))
+            compared.append((first, decoding.milliseconds()[-stretch_steps:]))
     decoding.cache.release()
     parts = slice(SETTLING_STEPS, stretch_steps - 1)
-    with_moves = np.concatenate([moved.milliseconds[first : first + stretch_steps][parts] for first, _ in compared])
-    without = np.concatenate([took[parts] for _, took in compared])
+    moved = [run.milliseconds[first : first + stretch_steps][parts] for first, _ in compared]
+    held = [took[parts] for _, took in compared]
+    with_moves, without = np.concatenate(moved), np.concatenate(held)
+    slowdowns = [float(a.sum() / b.sum() - 1) for a, b in zip(moved, held, strict=True)]
     return {
         "steps": len(without),
         "mean_ms": [float(with_moves.mean()), float(without.mean())],
         "median_ms": [float(np.median(with_moves)), float(np.median(without))],
         "slowdown": float(with_moves.sum() / without.sum() - 1),
+        "median_slowdown_of_stretches": float(np.median(slowdowns)),
+        "slowdown_of_stretches": slowdowns,
         "longest_ms": [float(with_moves.max()), float(without.max())],
-        **still_while_restoring(model, moved, prompt_tokens),
     }
-
-
-def still_while_restoring(model: PreTrainedModel, moved: Moving, prompt_tokens: int) -> dict:
-    """The same for steps in which pages came back: a few forwards at each one's widths, the median of them."""
-    came_back = np.flatnonzero((moved.restore_bits[1:] != moved.restore_bits[:-1]).any(1))
-    last = int(came_back[-1]) + 2 if len(came_back) else 0
-    sampled = np.unique(np.linspace(0, max(0, last - 1), min(last, 8)).astype(int))
-    without = []
-    for bits in moved.restore_bits[sampled]:
-        with model.pagedweight.held_at(bits):
-            decoding = Decoding(model, RESTORE_BATCH, prompt_tokens)
-            decoding.run(2 * SETTLING_STEPS)
-            without.append(float(np.median(decoding.milliseconds()[SETTLING_STEPS:-1])))
-            decoding.cache.release()
-    with_moves = moved.restore_milliseconds[sampled]
-    return {
-        "restoring_steps": last,
-        "restoring_ms": [float(with_moves.sum()), float(np.sum(without))],
-        "restoring_slowdown": float(with_moves.sum() / max(1e-9, np.sum(without)) - 1),
-    }
-
-
-def capacity(drawn: Drawn, budget_bytes: int, reached_tokens: int) -> list[dict]:
-    """Tokens of KV cache beside the experts in one budget."""
-    token_bytes = sum(shape.token_bytes for pair in drawn.kv_layers if pair is not None for shape in pair)
-    held = {"bf16": drawn.dense_bytes, **{f"uniform {b}": size for b, size in drawn.resident_bytes().items()}}
-    rows = [
-        {"experts": name, "weight_bytes": size, "tokens": max(0, budget_bytes - size) // token_bytes}
-        for name, size in held.items()
-    ]
-    return [*rows, {"experts": "this, 6 bits while there is room", "tokens": reached_tokens}]
 
 
 def plain_rate(host: torch.Tensor, device: torch.device) -> float | None:
@@ -225,9 +236,8 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--spare-mib", type=int, default=1024)
     parser.add_argument("--most-steps", type=int, default=4096)
-    parser.add_argument(
-        "--stretch", type=int, default=STRETCH_STEPS, help="steps of the still run at one set of widths"
-    )
+    parser.add_argument("--stretch", type=int, default=32, help="steps of the still run at one set of widths")
+    parser.add_argument("--every", type=int, default=1, help="of so many stretches one is compared")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     # cuDNN's attention keeps a plan for each shape, and a growing cache has a new one at every step.
@@ -237,26 +247,25 @@ def main() -> int:
     resident = drawn.resident_bytes()
     budget = resident[WIDTHS[-1]] + options.spare_mib * 2**20
     thresholds = {"offload_free_blocks": 2 * options.batch, "reload_free_blocks": 3 * options.batch}
-    config = RuntimeConfig(budget_bytes=budget, **thresholds)
-    rate = plain_rate(drawn.store.host.page_locked, drawn.model.device)
     facts = {
         "gpu": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "versions": [torch.__version__, triton.__version__, transformers.__version__],
         "command": " ".join(["python -m bench.e2e.gpu_pressure", *sys.argv[1:]]),
+        "widths": WIDTHS,
+        "layers": options.layers,
         "budget_bytes": budget,
         "resident_bytes": resident,
-        "plain_gigabytes_per_second": rate,
+        "plain_gigabytes_per_second": plain_rate(drawn.store.host.page_locked, drawn.model.device),
     }
     print(json.dumps(facts), flush=True)
     results = dict(facts)
-    moved = moving(drawn, config, options.batch, options.prompt, options.most_steps)
-    note(results, "moving", moved.report, options.out)
-    tokens = options.batch * moved.report["tokens_per_sequence"]
-    note(results, "capacity", capacity(drawn, budget, tokens), options.out)
-    larger = RuntimeConfig(budget_bytes=budget + resident[WIDTHS[-1]], **thresholds)
-    unmoved = still(drawn, larger, moved, options.batch, options.prompt, options.stretch)
-    note(results, "still", unmoved, options.out)
-    return 0 if moved.report["filled"] else 1
+    config = RuntimeConfig(budget_bytes=budget, **thresholds)
+    report, filling, back = moving(drawn, config, options.batch, options.prompt, options.most_steps)
+    note(results, "moving", report, options.out)
+    model = drawn.patched(RuntimeConfig(budget_bytes=budget + resident[WIDTHS[-1]], **thresholds))
+    note(results, "still", still(model, filling, options.prompt, options.stretch, options.every), options.out)
+    note(results, "still_restoring", still(model, back, options.prompt, STRETCH_STEPS, 2), options.out)
+    return 0 if report["filled"] else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,72 @@
+"""The runtime's tests on real streams, and its state machine under compute-sanitizer, as a file that says what passed.
+
+python bench/runtime/gpu_tests.py --out bench/results/h200-runtime-tests.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import torch
+
+TESTS = ["tests/runtime", "tests/e2e/test_open_cases_cuda.py"]
+SANITIZED = ["tests/runtime/test_pager_cuda.py", "-k", "short"]
+SANITIZER = ["compute-sanitizer", "--tool", "memcheck"]
+
+
+def run_tests(arguments: list[str], *, under: list[str], limit_seconds: float) -> dict:
+    """One pytest run: its command, what each test did, and the last lines it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command = [*under, sys.executable, "-X", "faulthandler", "-m", "pytest", *options, *arguments]
+        try:
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_seconds
+            )
+            output, code = done.stdout, done.returncode
+        except subprocess.TimeoutExpired as over:
+            output, code = (over.stdout or b"").decode(errors="replace"), None
+        return {
+            "command": " ".join([*under, "python -m pytest -q -m gpu", *arguments]),
+            "exit_code": code,
+            "tests": outcomes(report) if report.exists() else [],
+            "last_lines": output.splitlines()[-20:],
+        }
+
+
+def outcomes(report: Path) -> list[dict]:
+    found = []
+    for case in ET.parse(report).iter("testcase"):
+        outcome = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
+        found.append({"test": case.get("name"), "outcome": outcome, "seconds": float(case.get("time"))})
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=150, help="limit of each run")
+    options = parser.parse_args()
+    results = {
+        "gpu": torch.cuda.get_device_name(),
+        "versions": [torch.__version__, torch.version.cuda, sys.version.split()[0]],
+        "command": " ".join(["python", *sys.argv]),
+        "runs": [],
+    }
+    for arguments, under in ((TESTS, []), (SANITIZED, SANITIZER)):
+        results["runs"].append(run_tests(arguments, under=under, limit_seconds=options.seconds))
+        print(json.dumps(results["runs"][-1], indent=1), flush=True)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+    return int(any(run["exit_code"] != 0 for run in results["runs"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
