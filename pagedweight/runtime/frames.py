@@ -30,13 +30,15 @@ class OwnerKind(enum.IntEnum):
 
 
 class Owner(NamedTuple):
-    """Who holds a frame; row is the table row of a plane or table (an array: one for each frame), -1 for KV."""
+    """Who holds a frame; row is the table row of a plane or table (an array: one for each frame), -1 for KV that may
+    move within the arena and -2 for KV whose holder knows it by its place."""
 
     kind: OwnerKind
     row: int | np.ndarray = -1
 
 
 KV_OWNER = Owner(OwnerKind.KV)
+FIXED_KV_OWNER = Owner(OwnerKind.KV, -2)
 
 
 class OutOfFrames(RuntimeError):
@@ -88,7 +90,8 @@ class Arena:
 
     @property
     def owner_rows(self) -> np.ndarray:
-        """int32 (frames,), the table row that every frame belongs to, -1 for KV and free frames; likewise a view."""
+        """int32 (frames,), the table row that every frame belongs to, negative for KV (see Owner) and free frames;
+        likewise a view."""
         return self._row
 
     def owner(self, frame: int) -> Owner:
@@ -137,6 +140,12 @@ class Arena:
         self._take(slice(first, first + count), count, owner)
         return first
 
+    def take_run(self, first: int, count: int, owner: Owner) -> None:
+        """Take exactly these contiguous frames. ValueError, and no change, when one of them is not free."""
+        if self._kind[first : first + count].any():
+            raise ValueError(f"frames {first} to {first + count} are not all free; move what is there first")
+        self._take(slice(first, first + count), count, owner)
+
     def free(self, frames: np.ndarray | Sequence[int]) -> None:
         """Give frames back. ValueError, and no change, when a frame is free already or named twice."""
         frames = np.asarray(frames, dtype=np.int64)
@@ -173,7 +182,8 @@ class Arena:
         assert self._kind[: self._low].all(), self._low
         weights = (self._kind == OwnerKind.PLANE) | (self._kind == OwnerKind.TABLE)
         assert (self._row[weights] >= 0).all()
-        assert (self._row[~weights] == -1).all()
+        assert (self._row[self._kind == _FREE] == -1).all()
+        assert (self._row[~weights] < 0).all()
 
     def _take(self, frames: np.ndarray | slice, count: int, owner: Owner) -> None:
         assert owner.kind != _FREE, owner

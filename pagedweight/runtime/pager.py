@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagedweight.runtime.frames import Arena, parted
+from pagedweight.runtime.frames import Arena, OutOfFrames, parted
 from pagedweight.runtime.pager_load import Loads
 from pagedweight.runtime.pager_release import Releases
 from pagedweight.runtime.pager_room import KVMoved
@@ -65,6 +65,22 @@ class Pager:
     def follow_kv(self, moved: KVMoved) -> None:
         """From now on KV frames may be moved within the arena, at starts; `moved` is told the old ids and the new."""
         self._loads.room.kv_moved = moved
+
+    def allocate_window(self, frames: int, origin: int) -> int:
+        """First id of `frames` contiguous frames for KV that stays in its place, a whole number of times `frames` from
+        `origin` on; what is there moves, between two forwards. Raises OutOfFrames when too few are free.
+        """
+        try:
+            window = self._loads.room.allocate_window(frames, origin)
+        except OutOfFrames:
+            if self._arena.free_frames < frames or self.idle:
+                raise
+            # Pages on their way stand in every window.
+            self._release_now()
+            self._loads.cancel()
+            window = self._loads.room.allocate_window(frames, origin)
+        self._table.publish()
+        return window
 
     @property
     def loading_bytes(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pagedweight.runtime.frames import Arena, OutOfFrames, Owner, OwnerKind
+from pagedweight.runtime.frames import FIXED_KV_OWNER, Arena, OutOfFrames, Owner, OwnerKind
 from pagedweight.runtime.table import PageTable
 from pagedweight.runtime.transfer import TransferEngine
 
@@ -60,6 +60,36 @@ class Room:
             self._clear(window, count)
         return self._arena.allocate_run(count, owner)
 
+    def allocate_window(self, count: int, origin: int) -> int:
+        """First id of `count` contiguous frames for KV that stays in its place, a whole number of times `count` from
+        the frame `origin` on. Raises OutOfFrames when fewer are free, or what cannot move now is in every such window.
+        """
+        self._busy = None
+        if self._arena.free_frames >= count:
+            window = self._cheapest_aligned(count, origin)
+            if window is None:
+                self._pack_tables()
+                window = self._cheapest_aligned(count, origin)
+            if window is not None:
+                self._clear(window, count)
+                self._arena.take_run(window, count, FIXED_KV_OWNER)
+                return window
+        raise OutOfFrames(
+            f"a window of {count} frames of {self._arena.frame_bytes} bytes wanted; {self._arena.free_frames} frames "
+            "are free, and no window can be emptied now"
+        )
+
+    def _cheapest_aligned(self, count: int, origin: int) -> int | None:
+        """Where the fewest frames have to move; of several the highest, since tables want the low end."""
+        windows = (self._arena.frames - origin) // count
+        stop = origin + windows * count
+        fixed = self._fixed(origin, stop).reshape(windows, count).any(axis=1)
+        if fixed.all():
+            return None
+        taken = (self._arena.kinds[origin:stop] != OwnerKind.FREE).reshape(windows, count).sum(axis=1)
+        taken[fixed] = count + 1
+        return origin + (windows - 1 - int(taken[::-1].argmin())) * count
+
     def _cheapest_window(self, count: int) -> int | None:
         """Where the fewest frames have to move, near the low end; None when what cannot move is everywhere."""
         for start in range(0, self._arena.frames - count + 1, _SCAN_FRAMES):
@@ -72,12 +102,15 @@ class Room:
 
     def _fixed(self, start: int, stop: int) -> np.ndarray:
         """bool, which frames cannot move now: tables, pages of rows in transfer, and KV that nobody would follow."""
-        kinds = self._arena.kinds[start:stop]
+        kinds, rows = self._arena.kinds[start:stop], self._arena.owner_rows[start:stop]
         if self._busy is None:
             self._busy = self._table.busy()
-        busy = self._busy[self._arena.owner_rows[start:stop]]
-        kv_stays = self.kv_moved is None
-        return (kinds == OwnerKind.TABLE) | ((kinds == OwnerKind.PLANE) & busy) | ((kinds == OwnerKind.KV) & kv_stays)
+        kv_stays = (rows == FIXED_KV_OWNER.row) | (self.kv_moved is None)
+        return (
+            (kinds == OwnerKind.TABLE)
+            | ((kinds == OwnerKind.PLANE) & self._busy[rows])
+            | ((kinds == OwnerKind.KV) & kv_stays)
+        )
 
     def _clear(self, first: int, count: int) -> None:
         window = np.arange(first, first + count)

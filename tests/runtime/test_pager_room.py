@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedweight.runtime.frames import KV_OWNER, Arena, OutOfFrames, OwnerKind
+from pagedweight.runtime.frames import FIXED_KV_OWNER, KV_OWNER, Arena, OutOfFrames, OwnerKind
 from pagedweight.runtime.pager import Pager
 from pagedweight.runtime.pager_room import Room
 from pagedweight.runtime.table import PageTable
@@ -109,6 +109,46 @@ def test_a_raise_finds_its_run_among_scattered_kv_and_forwards_read_the_right_by
     assert crowd.arena.free_frames < at
     crowd.engine.launch_forward(crowd.table.tables)
     crowd.engine.close()
+    crowd.check()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 150), steps, st.integers(1, 20), st.integers(0, 40))
+def test_windows_for_fixed_kv_are_had_wherever_no_table_stands(spare, steps, count, origin):
+    crowd = Crowd(spare)
+    for wanted, frames, keep in steps:
+        crowd.go(wanted)
+        crowd.fill_kv(frames, keep)
+    windows = []
+    while True:
+        try:
+            windows.append(crowd.pager.allocate_window(count, origin))
+        except OutOfFrames:
+            break
+        assert (windows[-1] - origin) % count == 0
+        assert crowd.arena.are_owned_by(np.arange(windows[-1], windows[-1] + count), FIXED_KV_OWNER)
+        crowd.kv |= dict.fromkeys(range(windows[-1], windows[-1] + count), 0xEE)
+        crowd.arena.rows[windows[-1] : windows[-1] + count] = 0xEE
+        crowd.check()
+    starts = set(range(origin, crowd.arena.frames - count + 1, count)) - set(windows)
+    tables = crowd.arena.kinds == OwnerKind.TABLE
+    assert crowd.arena.free_frames < count or all(tables[start : start + count].any() for start in starts)
+    # Raises find their runs beside them, and leave them where they are.
+    for row in range(ROWS):
+        crowd.pager.start([Transition(row, 2, 3, 0)] if crowd.table.committed[row] == 2 else [])
+        crowd.pager.settle()
+        crowd.check()
+
+
+def test_pages_on_their_way_give_a_window_up():
+    crowd = Crowd(150, CrankedEngine)
+    crowd.pager.start([Transition(row, 2, 6, 0) for row in range(3)])
+    coming = (crowd.arena.kinds == OwnerKind.PLANE) & crowd.table.busy()[crowd.arena.owner_rows]
+    highest = int(np.flatnonzero(coming)[-1])
+    crowd.pager.allocate_window(crowd.arena.frames - highest, highest)
+    assert crowd.pager.moves.cancelled_rows == 3
+    crowd.kv |= {int(frame): 0 for frame in np.flatnonzero(crowd.arena.kinds == OwnerKind.KV)}
+    crowd.arena.rows[list(crowd.kv)] = 0
     crowd.check()
 
 
