@@ -215,8 +215,7 @@ class Runtime:
     def allocate_kv_window(self, frames: int, origin: int) -> int:
         """First id of `frames` contiguous frames for KV that stays in its place, a whole number of times `frames` from
         the frame `origin` on; pages there move, and weights give bytes up if need be. Raises OutOfFrames."""
-        wanted_bytes = frames * self.arena.frame_bytes
-        return self.allocating(lambda: self._pager.allocate_window(frames, origin), wanted_bytes)
+        return self.allocating(lambda: self._pager.allocate_window(frames, origin), frames * self.arena.frame_bytes)
 
     @property
     def releasable_bytes(self) -> int:
