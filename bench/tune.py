@@ -154,6 +154,66 @@ def one_token_variants(shape: str) -> list[DecodeConfig]:
     return [*settings, DecodeConfig(ups[1], cut(64, 1, steps), 1, True, True)]
 
 
+def frames() -> list[Case]:
+    """What frames cost: the table's settings with one frame a plane beside them, and Gemma in smaller frames."""
+    framed = [case for case in chosen() if (case.label, case.codebooks, case.frames) == ("4", "fast", "framed")]
+    other = [case._replace(frames="whole") for case in framed]
+    return framed + other + [case._replace(frames="22528") for case in framed if case.shape == "gemma"]
+
+
+def one_token_depths() -> list[Case]:
+    """One token: deeper pipelines, fewer rows a program, and other cuts of the down launch."""
+    cases = []
+    for shape, labels in (("gemma", ("3", "4", "mixed")), ("qwen", ("3", "4", "mixed"))):
+        ups = [cut(8, 2, warps=2), cut(8, 2, warps=2, stages=4), cut(4, 2, warps=1, stages=4)]
+        ups += [cut(16, warps=2, stages=stages) for stages in (3, 4, 5)] + [cut(8, warps=1, stages=5)]
+        steps = -(-SHAPES[shape][1] // 512)
+        downs = [cut(64, 1, steps), cut(32, 1, steps, 2), cut(16, 1, steps, 1)]
+        downs += [cut(16, 2, 1, 2), cut(32, 2, 1, 4)] if shape == "gemma" else [cut(8, 4, 1, 2)]
+        settings = [*around(1, ups, downs), DecodeConfig(ups[4], downs[1], 1, False, True)]
+        settings += [DecodeConfig(up, down, 1, True, True) for up in ups[3:6] for down in downs[:2]]
+        cases += [Case(shape, 1, label, "fast", settings) for label in labels]
+    return cases
+
+
+def some_tokens_depths() -> list[Case]:
+    """Several tokens at the bars that were missed: Qwen at 6 bits, Mixtral with four tokens."""
+
+    def made(up: ProductConfig, down: ProductConfig) -> DecodeConfig:
+        return DecodeConfig(up, down, 4, True, True, False, True)
+
+    two, four = (cut(16, warps=2), cut(32, warps=2)), (cut(32), cut(64, 1, 4))
+    qwen = [made(*two), made(two[0], cut(32, warps=2, stages=4)), made(replace(two[0], stages=4), two[1])]
+    qwen += [made(two[0], cut(32, 1, 3, 2)), made(two[0], cut(16, warps=1)), made(cut(8, warps=1), two[1])]
+    mixtral = [made(*four), made(replace(four[0], stages=4), four[1]), made(four[0], replace(four[1], stages=4))]
+    mixtral += [
+        made(two[0], four[1]),
+        made(four[0], cut(64, 1, 8)),
+        made(four[0], cut(64, 1, 2)),
+        made(two[0], cut(32, 1, 4, 2)),
+    ]
+    return [Case("qwen", 16, "6", "fast", qwen)] + [
+        Case("mixtral", 4, label, "fast", mixtral, met=met) for label in ("3", "4") for met in (5, None)
+    ]
+
+
+def shared_tables() -> list[Case]:
+    """lut16 above 4 bits: operand rows that share a table, so that a warp's loads meet fewer of them."""
+
+    def made(tokens: int, up: ProductConfig, down: ProductConfig) -> DecodeConfig:
+        return DecodeConfig(up, down, tokens, False, True, False, True)
+
+    settings = [made(4, cut(32), cut(64)), made(4, cut(16, 2), cut(32, 2)), made(2, cut(8, 4), cut(16, 4))]
+    settings += [made(4, cut(8, 2, warps=2), cut(16, 2, warps=2)), made(2, cut(4, 4, warps=2), cut(8, 4, warps=2))]
+    settings += [made(4, cut(4, 4, warps=2), cut(8, 4, warps=2)), made(4, cut(2, 4, warps=1), cut(4, 4, warps=1))]
+    settings += [
+        made(2, cut(2, 4, warps=1), cut(4, 4, warps=1)),
+        made(2, cut(4, 4, warps=2, stages=2), cut(8, 4, warps=2, stages=2)),
+    ]
+    cases = [Case("qwen", 16, "6", "lut16", settings), Case("qwen", 16, "6", "lut16", settings, dtype=torch.float16)]
+    return [*cases, Case("qwen", 16, "mixed", "lut16", settings)]
+
+
 def small() -> list[Case]:
     """A few launches, for tools that run them slowly."""
     eight = DecodeConfig(cut(32), cut(64), 8, True, True, False, True)
@@ -167,5 +227,7 @@ def small() -> list[Case]:
 
 
 def suite(name: str) -> list[Case]:
-    suites = (sweep, chosen, answers, peers, variants, small)
+    suites = (
+        sweep, chosen, answers, peers, variants, small, frames, one_token_depths, some_tokens_depths, shared_tables,
+    )  # fmt: skip
     return {made.__name__: made for made in suites}[name]()

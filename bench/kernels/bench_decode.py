@@ -184,6 +184,7 @@ def run_case(case: Case, layers: list[GpuLayer], records: list[dict], timed: boo
             "tokens": case.tokens,
             "bits": case.label,
             "codebooks": case.codebooks,
+            "dtype": str(case.dtype).removeprefix("torch."),
             "frames": case.frames,
             "experts_met": sum(len(call[1].unique()) for _, call in calls) / count,
             "config": describe(config),
@@ -219,7 +220,7 @@ def run_case(case: Case, layers: list[GpuLayer], records: list[dict], timed: boo
     if best is not None and timed:
         parts = " ".join(f"{us:.1f}" for us in best.get("us_alone", []))
         print(
-            f"{case.shape:8s} M={case.tokens:<3d} {case.label:5s} {case.codebooks:6s} {case.frames[0]} "
+            f"{case.shape:8s} M={case.tokens:<3d} {case.label:5s} {case.codebooks:6s} {case.frames} "
             f"floor {floor:6.1f}  {best['us']:7.1f} us "
             f"({100 * floor / best['us']:2.0f} %) [{parts}] err {best['error']:.1e}  {best['config']}",
             flush=True,
@@ -241,10 +242,10 @@ def main(cases: list[Case], out: Path, peers: dict[str, tuple[int, ...]], timed:
     if timed:
         compile_all(cases, min(14, os.cpu_count()))
     facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    facts["command"] = "python " + " ".join(sys.argv)
     records: list[dict] = []
 
     def keep() -> None:
-        print(f"t {time.time() - start:.0f} s", flush=True)
         out.write_text(json.dumps(facts | {"rows": records}, indent=1))
 
     groups = {}
@@ -254,11 +255,13 @@ def main(cases: list[Case], out: Path, peers: dict[str, tuple[int, ...]], timed:
         layers = [GpuLayer.random(shape, seed, frames=frames, planes=planes) for seed in range(2)]
         for case in group:
             run_case(case, layers, records, timed, alone=not peers)
+            keep()
         del layers
         torch.cuda.empty_cache()
         if shape in peers:
             run_peers(shape, peers[shape], records)
-        keep()
+            keep()
+        print(f"t {time.time() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ class GpuLayer:
         self.matrices = [(2 * self.intermediate, self.hidden), (self.hidden, self.intermediate)]
         self.planes = planes
         largest = max(-(-rows // 16) * 64 * row_words(columns) for rows, columns in self.matrices)
-        self.frame_bytes = choose_frame_bytes(self.matrices) if frames == "framed" else -(-largest // 128) * 128
+        sizes = {"framed": choose_frame_bytes(self.matrices), "whole": -(-largest // 128) * 128}
+        self.frame_bytes = int(frames) if frames.isdigit() else sizes[frames]
         self.geometries = [plane_geometry(*matrix, self.frame_bytes) for matrix in self.matrices]
         rows, count = 2 * self.experts, max(g.frames for g in self.geometries)
         self.bits = torch.empty(rows, dtype=torch.int32, device=device)
@@ -46,7 +47,7 @@ class GpuLayer:
 
     @classmethod
     def random(cls, shape: str, seed: int, device: str = "cuda", frames: str = "framed", planes: int = 6) -> GpuLayer:
-        """frames: "framed", or "whole" for one frame a plane."""
+        """frames: "framed", "whole" for one frame a plane, or a frame's bytes."""
         layer = cls(shape, device, frames, planes)
         generator = torch.Generator(device).manual_seed(seed)
         held = [g.frames * layer.planes for g in layer.geometries]

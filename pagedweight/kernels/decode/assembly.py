@@ -127,8 +127,7 @@ def _lut16_gather(q: Program, planes: Sequence[str], table: Sequence[str], bf16:
             code = q.permute(words[j + 4 * pair], "0x0", f"0x{0x4440 + i:04x}")
             address = q.emit("mad.wide.u32", code, 2, table[0], kind="b64")
             loaded.append(q.emit("ld.global.nc.u16", f"[{address}]"))
-        both = q.permute(*loaded, "0x5410")
-        outputs.append(_to_bf16(q, both) if bf16 else both)
+        outputs.append(_rounded_pair(q, *loaded) if bf16 else q.permute(*loaded, "0x5410"))
     return outputs
 
 
@@ -211,8 +210,12 @@ def _add(q: Program, a: str, constant: float, bf16: bool) -> str:
 
 
 def _to_bf16(q: Program, pair: str) -> str:
-    low = q.emit("cvt.f32.f16", q.emit("cvt.u16.u32", pair, kind="b16"), kind="f32")
-    high = q.emit("cvt.f32.f16", q.emit("cvt.u16.u32", q.right(pair, 16), kind="b16"), kind="f32")
+    return _rounded_pair(q, pair, q.right(pair, 16))
+
+
+def _rounded_pair(q: Program, first: str, second: str) -> str:
+    """The fp16 in the low halves of two words, as bf16 in one."""
+    low, high = (q.emit("cvt.f32.f16", q.emit("cvt.u16.u32", word, kind="b16"), kind="f32") for word in (first, second))
     return q.emit("cvt.rn.bf16x2.f32", high, low)
 
 

@@ -103,6 +103,9 @@ def rows_product(
     # Where operands are values but for a factor, the sum of x is not needed.
     SHIFTED: tl.constexpr = NUMBERS and (BITS >= 4 or not PTX)
     x_total = tl.zeros((BLOCK_COLUMNS, CHUNKS * TOKENS), tl.float32)
+    if CODEBOOK == "affine":
+        # Asked for before the loop: after it, every program would wait once more. Other lines lie beside table words.
+        factor, shift = tables.byte_line(table, row, BITS, CODEBOOK)
     if SINGLE:
         weights = _weights(
             frames, local, first_step * CHUNKS + chunk, table, table_operands, operand_row,
@@ -129,7 +132,8 @@ def rows_product(
             sums = _add_product(weights, x, sums, PTX)
     product = own_chunk(sums, ROWS, CHUNKS, TOKENS)
     if NUMBERS:
-        factor, shift = tables.byte_line(table, row, BITS, CODEBOOK)
+        if CODEBOOK != "affine":
+            factor, shift = tables.byte_line(table, row, BITS, CODEBOOK)
         product = factor[:, None] * product
         if SHIFTED:
             if PTX:

@@ -121,8 +121,14 @@ def rows_product(
     sums_b = tl.zeros((ROWS, N), tl.int32)
     tops = tl.zeros((ROWS, N), tl.int32)
     tops_b = tl.zeros((ROWS, N), tl.int32)
+    if CODEBOOK == "affine":
+        # Asked for before the loop: after it, every program would wait once more. Other lines lie beside table words.
+        factor, shift = tables.byte_line(table, row, BITS, CODEBOOK)
     if WAIT:
         tl.extra.cuda.gdc_wait()
+    used_token = tl.arange(0, TOKENS) < pairs
+    scale = tl.load(scales_ptr + 2 * token_row, used_token, other=0.0)
+    x_sum = tl.where(first_step == 0, tl.load(scales_ptr + 2 * token_row + 1, used_token, other=0.0), 0.0)
     for step in tl.range(first_step, last_step, num_stages=STAGES):
         column = step * 512 + tl.arange(0, 512)[:, None]
         x = tl.load(digits_ptr + start[None, :] + column, used[None, :], other=0)
@@ -142,10 +148,8 @@ def rows_product(
     total = _joined(sums, sums_b, ROWS, TOKENS, PRODUCTS)
     if TWO_BYTES:
         total += 128.0 * _joined(tops, tops_b, ROWS, TOKENS, PRODUCTS)
-    used_token = tl.arange(0, TOKENS) < pairs
-    scale = tl.load(scales_ptr + 2 * token_row, used_token, other=0.0)
-    x_sum = tl.where(first_step == 0, tl.load(scales_ptr + 2 * token_row + 1, used_token, other=0.0), 0.0)
-    factor, shift = tables.byte_line(table, row, BITS, CODEBOOK)
+    if CODEBOOK != "affine":
+        factor, shift = tables.byte_line(table, row, BITS, CODEBOOK)
     return (factor[:, None] * total + shift[:, None] * x_sum[None, :]) * scale[None, :]
 
 
@@ -188,6 +192,8 @@ def token_product(
     sums_low = tl.zeros((OPERAND_ROWS, CHUNKS), tl.int32)
     tops_high = tl.zeros((OPERAND_ROWS, CHUNKS), tl.int32)
     tops_low = tl.zeros((OPERAND_ROWS, CHUNKS), tl.int32)
+    if CODEBOOK == "affine":
+        factor, shift = tables.byte_line(table, row, BITS, CODEBOOK)
     if SINGLE:
         weights = _operands(
             frames, local, first_step * CHUNKS + chunk, table, table_words, operand_row,
@@ -237,6 +243,7 @@ def token_product(
     if TWO_BYTES:
         sums += 128.0 * (256.0 * tops_high.to(tl.float32) + tops_low.to(tl.float32))
     total = rows.own_chunk(sums, ROWS, CHUNKS, 1)
-    factor, shift = tables.byte_line(table, row, BITS, CODEBOOK)
+    if CODEBOOK != "affine":
+        factor, shift = tables.byte_line(table, row, BITS, CODEBOOK)
     x_sum = tl.sum(values.to(tl.float32))
     return (factor[:, None] * total + shift[:, None] * x_sum) * (peak / digits.LARGEST + spoiled)

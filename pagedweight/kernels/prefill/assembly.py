@@ -94,8 +94,7 @@ def _lut16_gather(q: Program, words: Sequence[str], table: Sequence[str], bf16: 
             code = q.permute(word, "0x0", f"0x{0x4440 + i:04x}")
             address = q.emit("mad.wide.u32", code, 2, table[0], kind="b64")
             loaded.append(q.emit("ld.global.nc.u16", f"[{address}]"))
-        both = q.permute(*loaded, "0x5410")
-        outputs.append(assembly._to_bf16(q, both) if bf16 else both)
+        outputs.append(assembly._rounded_pair(q, *loaded) if bf16 else q.permute(*loaded, "0x5410"))
     return outputs
 
 
