@@ -116,9 +116,9 @@ class PagedModel:
     @contextmanager
     def held_at(self, bits: np.ndarray | int) -> Iterator[None]:
         """set_bits, and no boundary changes a width until the block is left."""
-        self.set_bits(bits)
         self._runtime.pause()
         try:
+            self.set_bits(bits)
             yield
         finally:
             self._runtime.resume()

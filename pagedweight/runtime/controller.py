@@ -15,7 +15,8 @@ from pagedweight.runtime.controller_plan import Planning
 from pagedweight.runtime.controller_report import RuntimeSnapshot, block_named, explain_row, take_snapshot
 from pagedweight.runtime.controller_rescue import Allocated, Rescue
 from pagedweight.runtime.controller_signals import SignalReader
-from pagedweight.runtime.frames import KV_OWNER, Arena, OutOfFrames
+from pagedweight.runtime.controller_widths import Widths
+from pagedweight.runtime.frames import KV_OWNER, Arena
 from pagedweight.runtime.kv import ArenaGauge, KVGauge, KVState
 from pagedweight.runtime.observe import Observation
 from pagedweight.runtime.pager import Pager
@@ -25,7 +26,6 @@ from pagedweight.runtime.planner import initial_bits
 from pagedweight.runtime.planner_explain import explain
 from pagedweight.runtime.planner_trace import TraceWriter
 from pagedweight.runtime.table import PageTable
-from pagedweight.runtime.table_view import TableSnapshot, Transition
 from pagedweight.runtime.transfer import TransferEngine
 
 
@@ -35,6 +35,8 @@ class Runtime:
     At construction every row is placed at the floor, then raised to the widths that the policy chooses under the
     arena's free bytes, less the KV blocks that the reload threshold keeps free. Without a gauge widths stay as they
     are. Call `boundary` once before every forward.
+
+    Calls from several threads take turns. Once KV may move (follow_kv), none may run beside a forward that reads KV.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Runtime:
         self._weights = np.array([n * k for n, k in layout.row_shapes()], dtype=np.int64)
         self._table = PageTable(layout, host.sizes, arena)
         self._pager = Pager(self._table, arena, host, engine)
+        self._widths = Widths(self._table, self._pager, arena, config.max_loading_bytes)
         self._signals = SignalReader(
             stats,
             engine,
@@ -73,8 +76,8 @@ class Runtime:
         parts = self._table, self._pager, arena, policy, config, self._signals, self._limits
         self._planning = Planning(*parts, trace, shared=shared)
         self._kv: KVState | None = None
-        self._turn = threading.Lock()
-        self._paused = False
+        self._turn = threading.RLock()
+        self._pauses = 0
         self._closed = False
         self._rescue = Rescue(arena, self._release, lambda: not self._paused)
         resident = host.sizes.resident_bytes()
@@ -118,25 +121,27 @@ class Runtime:
         self._table.advance()
 
     def pause(self) -> None:
-        """Until resume, boundaries do nothing: while a CUDA graph is captured, nothing may move or be asked.
+        """Until as many calls of resume, boundaries do nothing: while a CUDA graph is captured, nothing may move or be
+        asked.
 
         Returns when a boundary on another thread has ended.
         """
         with self._turn:
-            self._paused = True
+            self._pauses += 1
 
     def resume(self) -> None:
-        self._paused = self._closed
+        with self._turn:
+            self._pauses = max(0, self._pauses - 1)
+
+    @property
+    def _paused(self) -> bool:
+        return self._pauses > 0 or self._closed
 
     def snapshot(self) -> RuntimeSnapshot:
-        return take_snapshot(
-            self._table,
-            self._pager,
-            self.arena.bytes_by_owner(),
-            self._weights,
-            self._kv,
-            self._planning.shortfall_bytes,
-        )
+        with self._turn:
+            held = self.arena.bytes_by_owner()
+            parts = self._table, self._pager, held, self._weights, self._kv
+            return take_snapshot(*parts, self._planning.shortfall_bytes)
 
     def explain(
         self, layer: int | BlockId | None = None, expert: int | None = None, projection: Projection | str | None = None
@@ -179,34 +184,22 @@ class Runtime:
         Boundaries go on from there as pressure has it, unless paused. Raises ValueError for an unsupported width,
         OutOfFrames when the arena cannot hold them all, with those that fit in place, RuntimeError after close.
         """
-        if self._closed:
-            raise RuntimeError("the runtime is closed, its host pages are gone and widths stay; patch the model again")
-        wanted = np.broadcast_to(np.asarray(bits, dtype=np.int64), (self.layout.rows,))
-        unsupported = sorted(set(wanted.tolist()) - set(self.layout.widths))
-        if unsupported:
-            raise ValueError(f"widths {unsupported} are not supported; use {self.layout.widths}")
-        self._pager.settle()
-        self._carry_out(np.minimum(wanted, self._table.committed))
-        before = None
-        while (missing := wanted - self._table.committed).any():
-            if before is not None and (missing == before).all():
-                raise OutOfFrames(
-                    f"{np.count_nonzero(missing)} rows do not fit at the widths wanted: {self.arena.free_bytes} bytes "
-                    "are free; raise the budget or ask for fewer bits"
-                )
-            # More than once when frames have to move for tables: only so many do in one go.
-            self._carry_out(wanted)
-            before = missing
+        with self._turn:
+            if self._closed:
+                raise RuntimeError("the runtime is closed, its host pages are gone, widths stay; patch the model again")
+            self._widths.bring_to(bits)
 
     def ensure_bytes(self, wanted_bytes: int) -> None:
         """Make bytes free in the arena now, down to the floor width if need be. Raises OutOfFrames when impossible."""
-        self._rescue.ensure(wanted_bytes)
+        with self._turn:
+            self._rescue.ensure(wanted_bytes)
 
     def allocating(self, allocate: Callable[[], Allocated], wanted_bytes: int) -> Allocated:
         """What allocate() returns; when it raises OutOfFrames or torch.OutOfMemoryError, weights give bytes up and it
         is tried again, a bounded number of times. Raises OutOfFrames that says what was released and what is missing.
         """
-        return self._rescue.allocating(allocate, wanted_bytes)
+        with self._turn:
+            return self._rescue.allocating(allocate, wanted_bytes)
 
     def allocate_kv(self, frames: int) -> np.ndarray:
         """int64 ids of frames for the KV cache, taken from the weights if need be. Raises OutOfFrames."""
@@ -229,17 +222,18 @@ class Runtime:
 
     def check(self) -> None:
         """Assert the invariants of arena and page table."""
-        self.arena.check()
-        self._table.check()
+        with self._turn:
+            self.arena.check()
+            self._table.check()
 
     def close(self) -> None:
         """Finish what is in flight and give host memory back; the runtime does nothing afterwards."""
-        self.pause()
-        self._closed = True
-        self._pager.settle()
-        self._planning.close()
-        self._engine.close()
-        self._host.close()
+        with self._turn:
+            self._closed = True
+            self._pager.settle()
+            self._planning.close()
+            self._engine.close()
+            self._host.close()
 
     def _place(self) -> None:
         """Floor first, which must fit; then the initial widths."""
@@ -250,7 +244,7 @@ class Runtime:
                 f"the arena has {free} bytes, every linear-block at {floor} bits takes {floor_bytes}; "
                 "raise the budget or quantize with a lower floor width"
             )
-        self._carry_out(np.full(self.layout.rows, floor))
+        self._widths.carry_out(np.full(self.layout.rows, floor))
         self._kv = self._read(0)
         shared = isinstance(self._gauge, ArenaGauge)
         kept_free = (self.config.reload_free_blocks + 1) * self._kv.block_bytes if shared and self._kv else 0
@@ -260,17 +254,6 @@ class Runtime:
             budget = min(budget, self._limits.weight_bytes)
         idle = Observation(KVState(0, 1), limits=self._limits)
         self.set_bits(initial_bits(seen, self.policy, budget, idle))
-
-    def _carry_out(self, bits: np.ndarray) -> None:
-        """Move every row towards a width and wait, no more at once than the config lets be on its way."""
-        moves = _transitions(self._table.snapshot(), bits)
-        self._pager.lower(moves)
-        self._table.publish()
-        raising = [t for t in moves if not t.lowers]
-        sent = np.cumsum([t.bytes for t in raising]) // self.config.max_loading_bytes
-        for part in range(int(sent[-1]) + 1 if raising else 1):
-            self._pager.start(t for t, at in zip(raising, sent, strict=True) if at == part)
-            self._pager.settle()
 
     def _read(self, pending_blocks: int) -> KVState | None:
         if self._gauge is None:
@@ -287,14 +270,3 @@ class Runtime:
         if self._paused or wanted_bytes <= self.arena.free_bytes:
             return self.arena.free_bytes
         return self._pager.rescue(wanted_bytes, self._planning.within_limits(self._rescue_order))
-
-
-def _transitions(seen: TableSnapshot, bits: np.ndarray) -> list[Transition]:
-    """Transitions from the committed widths to others; a row that has none yet needs all its bytes."""
-    held = np.concatenate([np.zeros_like(seen.bytes[:, :1]), seen.bytes], axis=1)
-    widths = np.array([0, *seen.widths])
-    rows = np.flatnonzero(bits != seen.committed)
-    before, after = seen.committed[rows], bits[rows]
-    change = held[rows, np.searchsorted(widths, after)] - held[rows, np.searchsorted(widths, before)]
-    columns = (rows.tolist(), before.tolist(), after.tolist(), np.abs(change).tolist())
-    return list(map(Transition._make, zip(*columns, strict=True)))

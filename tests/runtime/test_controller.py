@@ -443,6 +443,58 @@ def test_nothing_moves_while_paused():
     assert (runtime.snapshot().bits < 6).any()
 
 
+def test_pauses_nest():
+    model = tiny_model()
+    runtime = tiny_runtime(model, 400, gauge=CallableGauge(lambda: KVState(0, 4096)))
+    runtime.pause()
+    runtime.pause()
+    runtime.resume()
+    runtime.boundary()
+    assert (runtime.snapshot().bits == 6).all()
+    runtime.resume()
+    runtime.resume()
+    runtime.boundary()
+    assert (runtime.snapshot().bits < 6).any()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda runtime: runtime.set_bits(3),
+        lambda runtime: runtime.ensure_bytes(64 * FRAME_BYTES),
+        lambda runtime: runtime.allocate_kv(8),
+        lambda runtime: runtime.allocating(lambda: runtime.allocate_kv(8), 8 * FRAME_BYTES),
+        lambda runtime: runtime.snapshot(),
+        lambda runtime: runtime.pause(),
+    ],
+    ids=["set_bits", "ensure_bytes", "allocate_kv", "allocating", "snapshot", "pause"],
+)
+def test_what_another_thread_asks_for_waits_for_the_boundary_on_its_way(call):
+    """Each of these reads or changes the page table."""
+    model = tiny_model()
+    slow, reading, go_on = [False], threading.Event(), threading.Event()
+
+    def read() -> KVState:
+        if slow[0]:
+            reading.set()
+            assert go_on.wait(10)
+        return KVState(0 if slow[0] else 1000, BLOCK_FRAMES * FRAME_BYTES)
+
+    runtime = tiny_runtime(model, 400, gauge=CallableGauge(read))
+    slow[0] = True
+    boundary, asking = threading.Thread(target=runtime.boundary), threading.Thread(target=call, args=(runtime,))
+    boundary.start()
+    assert reading.wait(10)
+    asking.start()
+    asking.join(0.05)
+    assert asking.is_alive()
+    go_on.set()
+    boundary.join(10)
+    asking.join(10)
+    assert not asking.is_alive()
+    runtime.check()
+
+
 def test_what_held_widths_cannot_give_is_not_blamed_on_the_floor():
     model = tiny_model()
     runtime = tiny_runtime(model, 400)
