@@ -11,9 +11,11 @@ import typer
 import pagedweight
 from pagedweight.cli_common import fail, require_extras, size_option
 from pagedweight.cli_doctor import doctor
+from pagedweight.cli_eval import evaluate
 from pagedweight.cli_inspect import inspect
 from pagedweight.cli_plan import plan, replay
 from pagedweight.cli_quantize import calibrate, quantize
+from pagedweight.cli_report import report
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 done, and the answer is no (doctor, replay); 2 bad input or a missing extra, in one "
@@ -47,6 +49,9 @@ def demo(
     budget: Annotated[str, typer.Option(help="Bytes for weights and KV cache together, such as 9MiB.")] = "8.5MiB",
     windows: Annotated[int, typer.Option(min=1, max=3, help="Held-out windows of 512 tokens to read.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the sampled continuation.")] = 0,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write planner steps here, for pagedweight report and replay.", dir_okay=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Run the small model that ships with the package under a budget that its KV cache eats into."""
@@ -55,9 +60,11 @@ def demo(
     from pagedweight.demo.report import print_report, write_files
     from pagedweight.demo.run import DemoOptions, run_demo
 
+    trace_path = None if trace is None else str(trace)
+    options = DemoOptions(tokens=tokens, budget_bytes=budget_bytes, windows=windows, seed=seed, trace_path=trace_path)
     try:
-        result = run_demo(DemoOptions(tokens=tokens, budget_bytes=budget_bytes, windows=windows, seed=seed))
-    except ValueError as error:
+        result = run_demo(options)
+    except (ValueError, OSError) as error:
         raise fail(str(error)) from error
     try:
         write_files(result, output)
@@ -72,6 +79,8 @@ app.command()(plan)
 app.command()(replay)
 app.command()(doctor)
 app.command()(inspect)
+app.command()(report)
+app.command("eval")(evaluate)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -7,7 +7,7 @@ import re
 
 import typer
 
-EXTRA_MODULES = {"hf": ("transformers",), "plots": ("matplotlib",)}
+EXTRA_MODULES = {"hf": ("transformers",), "plots": ("matplotlib",), "eval": ("lm_eval",)}
 UNIT_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 

@@ -36,12 +36,16 @@ IDLE_BOUNDARIES = 32  # enough for the weights to come back one dwell time after
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """tokens: to generate. budget_bytes: for expert weights and KV cache together. windows: of held-out text."""
+    """tokens: to generate. budget_bytes: for expert weights and KV cache together. windows: of held-out text.
+
+    trace_path: file that planner steps are written to, None for none.
+    """
 
     tokens: int = 480
     budget_bytes: int = 17 * 2**19
     windows: int = 3
     seed: int = 0
+    trace_path: str | None = None
 
 
 class QualityRow(NamedTuple):
@@ -68,7 +72,7 @@ def run_demo(options: DemoOptions) -> DemoResult:
     started = time.perf_counter()
     with Progress(console=Console(stderr=True), transient=True) as progress, one_thread():
         with stage(progress, "loading the model", 1):
-            model, tokenizer = load(options.budget_bytes)
+            model, tokenizer = load(options.budget_bytes, options.trace_path)
             text = HeldOut.load(ASSETS / "heldout").first(options.windows)
         recorder = Recorder(model.pagedweight)
         quality = [bf16_row(model, text), *uniform_rows(model, text, progress)]
@@ -81,9 +85,11 @@ def run_demo(options: DemoOptions) -> DemoResult:
     return DemoResult(PROMPT, continuation, options.budget_bytes, block_bytes, recorder.samples, quality, seconds)
 
 
-def load(budget_bytes: int) -> tuple[PreTrainedModel, AutoTokenizer]:
+def load(budget_bytes: int, trace_path: str | None = None) -> tuple[PreTrainedModel, AutoTokenizer]:
     """The shipped checkpoint in fp32 arithmetic, patched, from the installed package alone."""
-    config = pagedweight.RuntimeConfig(budget_bytes=budget_bytes, offload_free_blocks=4, reload_free_blocks=8)
+    config = pagedweight.RuntimeConfig(
+        budget_bytes=budget_bytes, offload_free_blocks=4, reload_free_blocks=8, trace_path=trace_path
+    )
     with quiet_transformers():
         model = pagedweight.from_pretrained(CHECKPOINT, config=config, dtype=torch.float32)
     return model.eval(), AutoTokenizer.from_pretrained(CHECKPOINT)
