@@ -135,7 +135,7 @@ class Loads:
 
     def _place_tables(self, rows: np.ndarray, bits: np.ndarray, runs: list[_Run]) -> None:
         """Frames for the new tables, one by one. Where others had to move, kernels learn of it at once."""
-        self.room.renew()
+        self.room.renew(int(self._table.table_frames(rows, bits).sum()))
         with ExitStack() as afterwards:
             afterwards.callback(self._table.publish)
             for row, wanted in zip(rows.tolist(), bits.tolist(), strict=True):

@@ -15,8 +15,10 @@ from pagedweight.runtime.table import PageTable
 from pagedweight.runtime.transfer import TransferEngine
 
 _SCAN_FRAMES = 8192
-# Each costs the host a search, up to a millisecond with 7,680 rows in 190,000 frames, and the device two small kernels.
-_MOST_WINDOWS = 32
+# Each costs the host a search, up to two milliseconds with 7,680 rows in 190,000 frames, and the device two small
+# kernels. One serves all of a boundary's tables, where there is one so long.
+_MOST_WINDOWS = 4
+_MOST_PACKED = 32
 
 KVMoved = Callable[[np.ndarray, np.ndarray], None]
 
@@ -34,11 +36,16 @@ class Room:
         self._arena = arena
         self._engine = engine
         self._windows_left = _MOST_WINDOWS
+        self._coming_frames = 0
         self._busy: np.ndarray | None = None
 
-    def renew(self) -> None:
-        """A new boundary: as many windows as ever may be cleared. Until the next one no transfer begins or ends."""
+    def renew(self, coming_frames: int) -> None:
+        """A new boundary: as many windows as ever may be cleared. Until the next one no transfer begins or ends.
+
+        coming_frames: what the tables that will ask for a run take together.
+        """
         self._windows_left = _MOST_WINDOWS
+        self._coming_frames = coming_frames
         self._busy = None
 
     def allocate_run(self, count: int, row: int) -> int:
@@ -47,18 +54,28 @@ class Room:
         """
         owner = Owner(OwnerKind.TABLE, row)
         try:
-            return self._arena.allocate_run(count, owner)
+            first = self._arena.allocate_run(count, owner)
         except OutOfFrames:
             if self._arena.free_frames < count or not self._windows_left:
                 raise
-        self._windows_left -= 1
+            self._windows_left -= 1
+            self._open(count)
+            first = self._arena.allocate_run(count, owner)
+        self._coming_frames -= count
+        return first
+
+    def _open(self, count: int) -> None:
+        """Clear a window: for all the tables that are to come, else for this one, else once tables lie together."""
+        coming = min(self._coming_frames, self._arena.free_frames)
+        for size in (coming, count) if coming > count else (count,):
+            window = self._cheapest_window(size)
+            if window is not None:
+                self._clear(window, size)
+                return
+        self._pack_tables(_MOST_PACKED)
         window = self._cheapest_window(count)
-        if window is None:
-            self._pack_tables()
-            window = self._cheapest_window(count)
         if window is not None:
             self._clear(window, count)
-        return self._arena.allocate_run(count, owner)
 
     def allocate_window(self, count: int, origin: int) -> int:
         """First id of `count` contiguous frames for KV that stays in its place, a whole number of times `count` from
@@ -68,7 +85,7 @@ class Room:
         if self._arena.free_frames >= count:
             window = self._cheapest_aligned(count, origin)
             if window is None:
-                self._pack_tables()
+                self._pack_tables(self._arena.frames)
                 window = self._cheapest_aligned(count, origin)
             if window is not None:
                 self._clear(window, count)
@@ -118,13 +135,17 @@ class Room:
         if len(leaving):
             self._relocate(leaving, self._arena.highest_free(len(leaving), outside=(first, first + count)))
 
-    def _pack_tables(self) -> None:
-        """Tables in use move to the low end, one after the other, as far as what cannot move lets them."""
+    def _pack_tables(self, most: int) -> None:
+        """Tables in use move to the low end, one after the other, as far as what cannot move lets them; at most so
+        many, and the rest at later boundaries."""
         edge = 0
         for first, count in self._table.table_runs():
-            place = self._open_place(edge, first, count)
+            place = first if first == edge else self._open_place(edge, first, count)
             if place < first:
                 self._exchange(first, place, count)
+                most -= 1
+                if not most:
+                    return
             edge = place + count
 
     def _open_place(self, edge: int, first: int, count: int) -> int:

@@ -180,18 +180,23 @@ def test_a_relocation_that_fails_moves_nothing_and_may_be_tried_again():
     crowd.check()
 
 
-def test_tables_that_stand_apart_are_packed_when_no_window_is_free_of_them():
+def with_tables_apart() -> tuple[Crowd, Room]:
+    """Tables at every 40th frame, so that no long window is free of them."""
     crowd = Crowd(400)
-    arena, table = crowd.arena, crowd.table
-    room = Room(table, arena, crowd.engine)
-    runs = table.table_runs()
-    for at, (first, count) in enumerate(runs):
+    room = Room(crowd.table, crowd.arena, crowd.engine)
+    for at, (first, count) in enumerate(crowd.table.table_runs()):
         place = 40 * (at + 1)
-        if all(arena.kinds[place : place + count] == OwnerKind.FREE):
+        if all(crowd.arena.kinds[place : place + count] == OwnerKind.FREE):
             room._exchange(first, place, count)
-    table.publish()
+    crowd.table.publish()
     crowd.check()
-    wanted = arena.free_frames
+    return crowd, room
+
+
+def test_tables_that_stand_apart_are_packed_when_no_window_is_free_of_them():
+    crowd, room = with_tables_apart()
+    arena, table = crowd.arena, crowd.table
+    runs, wanted = table.table_runs(), arena.free_frames
     with pytest.raises(OutOfFrames):
         arena.allocate_run(wanted, KV_OWNER)
     room.allocate_run(wanted, 0)
@@ -200,6 +205,39 @@ def test_tables_that_stand_apart_are_packed_when_no_window_is_free_of_them():
     counts = [count for _, count in table.table_runs()]
     assert [first for first, _ in table.table_runs()] == (np.cumsum(counts) - counts).tolist()
     assert sorted(counts) == sorted(count for _, count in runs)
+
+
+def test_only_so_many_tables_are_packed_at_one_boundary_and_the_rest_at_later_ones(monkeypatch):
+    monkeypatch.setattr("pagedweight.runtime.pager_room._MOST_PACKED", 3)
+    crowd, room = with_tables_apart()
+    wanted, moved = crowd.arena.free_frames, []
+    while True:
+        before = {first for first, _ in crowd.table.table_runs()}
+        room.renew(wanted)
+        try:
+            room.allocate_run(wanted, 0)
+        except OutOfFrames:
+            crowd.table.publish()
+            moved.append(len(before - {first for first, _ in crowd.table.table_runs()}))
+            crowd.check()
+            continue
+        break
+    assert len(moved) >= 2
+    assert all(0 < count <= 3 for count in moved)
+
+
+def test_one_window_serves_all_tables_of_a_boundary():
+    crowd = Crowd(300)
+    crowd.fill_kv(300, [index % 2 == 0 for index in range(300)])
+    searched = []
+    find = crowd.pager._loads.room._cheapest_window
+    crowd.pager._loads.room._cheapest_window = lambda count: searched.append(count) or find(count)
+    crowd.pager.start([Transition(row, 2, 4, 0) for row in range(4)])
+    assert len(searched) == 1
+    assert searched[0] == int(crowd.table.table_frames(np.arange(4), 4).sum())
+    crowd.pager.settle()
+    assert (crowd.table.committed[:4] == 4).all()
+    crowd.check()
 
 
 @pytest.mark.parametrize(
