@@ -1,17 +1,18 @@
 """How long the quantizer takes, and how much memory: layers of true shapes on a device, or a whole folder.
 
-    python bench/quantize.py --out results/h200-quantize.json                 layers drawn on the device
-    python bench/quantize.py --folder MODEL --level fast --out result.json    a folder on this machine, end to end
+    python -m bench.quantize --out results/h200-quantize.json                 layers drawn on the device
+    python -m bench.quantize --folder MODEL --level fast --out result.json    a folder on this machine, end to end
+    python -m bench.quantize --drawn-folder 3 --out result.json               a folder of 3 such layers, written first
 
 A layer's time is from its weights on the device to its pages and damage on the host. What is not measured in full is
-extrapolated from the layers that were, and said to be.
+extrapolated from the layers that were, and said to be. Every row has its memory over time, which
+`python -m bench.quantize_figure` draws.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import shlex
 import sys
 import tempfile
@@ -19,10 +20,14 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+from transformers import Qwen2MoeConfig
 
 import pagedweight
+from bench.memory_curve import MemoryCurve
 from pagedweight.bitplane import dequantize
 from pagedweight.calibration.statistics import MOMENT_COLUMNS, LayerSums, Statistics
+from pagedweight.checkpoint import Checkpoint
 from pagedweight.layout import MoeLayer, Projection
 from pagedweight.patching_quantize import quantized_blocks
 from pagedweight.quant.levels import LEVELS, Settings
@@ -60,22 +65,21 @@ def drawn_statistics(shape: MoeLayer, device: str) -> Statistics:
     return Statistics((layer,), tokens=10_000, sequences=20)
 
 
-def measure_layers(shape: MoeLayer, layers: int, level: str, device: str, budget_s: float) -> dict[str, float | int]:
+def measure_layers(shape: MoeLayer, layers: int, level: str, device: str, budget_s: float) -> dict[str, object]:
     """Quantize layers until all are done or the time is up; the first one, with its start-up costs, counts too."""
     settings = Settings(level, WIDTHS, dict.fromkeys(WIDTHS, "lut16"))
-    layer_bytes = 2 * sum(shape.experts * n * k for n, k in map(shape.shape, Projection))
-    weights = None
     reset_peak(device)
-    statistics = None if LEVELS[level] is None else drawn_statistics(shape, device)
-    stakes = None if statistics is None else statistics.importance(0)
-    seconds, done = 0.0, 0
-    while done < layers and (done == 0 or seconds * (done + 1) / done < budget_s):
-        del weights
-        weights = drawn_weights(shape, device, done)
-        began = clock(device)
-        made = list(quantized_blocks(shape, weights, settings, stakes=stakes))
-        seconds += clock(device) - began
-        done += 1
+    with MemoryCurve() as curve:
+        statistics = None if LEVELS[level] is None else drawn_statistics(shape, device)
+        stakes = None if statistics is None else statistics.importance(0)
+        weights, seconds, done = None, 0.0, 0
+        while done < layers and (done == 0 or seconds * (done + 1) / done < budget_s):
+            del weights
+            weights = drawn_weights(shape, device, done)
+            began = clock(device)
+            made = list(quantized_blocks(shape, weights, settings, stakes=stakes))
+            seconds += clock(device) - began
+            done += 1
     check(weights, made)
     return {
         "level": level,
@@ -83,9 +87,15 @@ def measure_layers(shape: MoeLayer, layers: int, level: str, device: str, budget
         "measured_layers": done,
         "seconds": seconds,
         "seconds_of_all": seconds * layers / done,
-        "peak_bytes": peak_bytes(device),
-        "layer_bytes": layer_bytes,
+        "device_peak_bytes": peak_bytes(device),
+        "layer_bytes": layer_bytes(shape),
+        "memory": curve.thinned(),
     }
+
+
+def layer_bytes(shape: MoeLayer) -> int:
+    """Of a layer's expert weights in bf16."""
+    return 2 * sum(shape.experts * n * k for n, k in map(shape.shape, Projection))
 
 
 def check(weights: tuple[torch.Tensor, torch.Tensor], made: list) -> None:
@@ -106,11 +116,9 @@ def reset_peak(device: str) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def peak_bytes(device: str) -> int:
-    """Of tensors on a GPU, of the process on a CPU."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak_bytes(device: str) -> int | None:
+    """Of tensors on a GPU."""
+    return torch.cuda.max_memory_allocated() if device == "cuda" else None
 
 
 def clock(device: str) -> float:
@@ -119,12 +127,51 @@ def clock(device: str) -> float:
     return time.perf_counter()
 
 
-def measure_folder(folder: Path, level: str, calibration: Path | None) -> dict[str, object]:
-    with tempfile.TemporaryDirectory() as out:
+def measure_folder(folder: Path, level: str, calibration: Path | None, device: str) -> dict[str, object]:
+    """A folder end to end: read layer by layer, quantized, written and checked."""
+    reset_peak(device)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as out, MemoryCurve() as curve:
         began = time.perf_counter()
-        pagedweight.quantize(folder, Path(out) / "out", level=level, calibration=calibration)
+        made = pagedweight.quantize(folder, Path(out) / "out", level=level, calibration=calibration, device=device)
         seconds = time.perf_counter() - began
-    return {"folder": folder.name, "level": level, "seconds": seconds, "threads": torch.get_num_threads()}
+        layers = Checkpoint.open(made).layout.moe_layers
+    return {
+        "folder": folder.name,
+        "level": level,
+        "layers": len(layers),
+        "seconds": seconds,
+        "threads": torch.get_num_threads(),
+        "device_peak_bytes": peak_bytes(device),
+        "layer_bytes": max(map(layer_bytes, layers)),
+        "memory": curve.thinned(),
+    }
+
+
+def draw_folder(folder: Path, layers: int, shape: MoeLayer, device: str) -> Path:
+    """A model of drawn experts as transformers would save it, one file a layer; nothing but experts is in it."""
+    folder.mkdir()
+    config = Qwen2MoeConfig(
+        num_hidden_layers=layers,
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.intermediate,
+        num_experts=shape.experts,
+        architectures=["Qwen2MoeForCausalLM"],
+    )
+    config.save_pretrained(folder)
+    files = {}
+    for layer in range(layers):
+        gate_up, down = (weight.cpu() for weight in drawn_weights(shape, device, layer))
+        tensors = {}
+        for expert in range(shape.experts):
+            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+            tensors[f"{prefix}.gate_proj.weight"] = gate_up[expert, : shape.intermediate].clone()
+            tensors[f"{prefix}.up_proj.weight"] = gate_up[expert, shape.intermediate :].clone()
+            tensors[f"{prefix}.down_proj.weight"] = down[expert].clone()
+        name = f"model-{layer + 1:05d}-of-{layers:05d}.safetensors"
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        files |= dict.fromkeys(tensors, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return folder
 
 
 def machine(device: str) -> str:
@@ -140,14 +187,24 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--budget", type=float, default=30.0, metavar="SECONDS", help="for each model and level")
     parser.add_argument("--shrink", type=int, default=1, help="divide every size by this, to try the bench itself")
+    parser.add_argument(
+        "--drawn-folder", type=int, metavar="LAYERS", help="write such a Qwen1.5-MoE folder and take it"
+    )
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS), metavar="MODEL")
     arguments = parser.parse_args()
     rows: list[dict[str, object]] = []
+    shapes = {name: (shrunk(full, arguments.shrink), *rest) for name, (full, *rest) in MODELS.items()}
     if arguments.folder:
-        rows.append(measure_folder(arguments.folder, arguments.level, arguments.calibration))
-        print(rows[-1], flush=True)
-    for name, (full, layers, limits) in MODELS.items() if not arguments.folder else ():
-        small = arguments.shrink
-        shape = MoeLayer(0, max(1, full.experts // small), full.hidden // small, full.intermediate // small)
+        rows.append(measure_folder(arguments.folder, arguments.level, arguments.calibration, arguments.device))
+    elif arguments.drawn_folder:
+        with tempfile.TemporaryDirectory() as place:
+            shape = shapes["Qwen1.5-MoE"][0]
+            drawn = draw_folder(Path(place) / "drawn", arguments.drawn_folder, shape, arguments.device)
+            rows.append(measure_folder(drawn, arguments.level, None, arguments.device))
+    for row in rows:
+        print(folder_summary(row), flush=True)
+    for name in () if rows else arguments.models:
+        shape, layers, limits = shapes[name]
         for level, limit_s in limits.items():
             row = measure_layers(shape, layers, level, arguments.device, arguments.budget)
             rows.append({"model": name, "shape": str(shape), "limit_s": limit_s, **row})
@@ -156,22 +213,38 @@ def main() -> None:
     write(arguments.out, arguments.device, rows)
 
 
+def shrunk(full: MoeLayer, by: int) -> MoeLayer:
+    return MoeLayer(0, max(1, full.experts // by), full.hidden // by, full.intermediate // by)
+
+
+def folder_summary(row: dict[str, object]) -> str:
+    layer = row["layer_bytes"]
+    peaks = {where: max(row["memory"][f"{where}_bytes"], default=0) / layer for where in ("device", "host")}
+    return (
+        f"{row['folder']}: {row['level']}, {row['layers']} layers of {layer / 2**20:.1f} MiB, {row['seconds']:.1f} s; "
+        f"at most {peaks['device']:.2f} layers on the device, {peaks['host']:.2f} on the host"
+    )
+
+
 def summary(row: dict[str, object]) -> str:
     how = (
         "measured" if row["measured_layers"] == row["layers"] else f"extrapolated from {row['measured_layers']} layers"
     )
+    peak = ""
+    if row["device_peak_bytes"] is not None:
+        times = row["device_peak_bytes"] / row["layer_bytes"]
+        peak = f", device peak {times:.2f} x a layer's {row['layer_bytes'] / 2**30:.2f} GiB"
     return (
         f"{row['model']:14} {row['level']:9} {row['layers']} layers {row['seconds_of_all']:.1f} s ({how}; limit "
-        f"{row['limit_s']:.0f} s), device peak {row['peak_bytes'] / row['layer_bytes']:.2f} x a layer's "
-        f"{row['layer_bytes'] / 2**30:.2f} GiB"
+        f"{row['limit_s']:.0f} s){peak}"
     )
 
 
 def write(path: Path, device: str, rows: list[dict[str, object]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = f"python {shlex.join(sys.argv)}"
+    command = f"python -m bench.quantize {shlex.join(sys.argv[1:])}"
     document = {"machine": machine(device), "torch": torch.__version__, "command": command, "rows": rows}
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(document) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
