@@ -95,12 +95,12 @@ def bench_copy_in(benchmark, together):
     together: planes of a row that lie side by side in host memory, as 3 do when a row goes from 3 to 6 bits.
     """
     frame_bytes, frames_per_page, rows = 65536, 11, 372 // together
-    arena = Arena(8192 * frame_bytes, frame_bytes, "cuda")
+    arena = Arena(2**16 * frame_bytes, frame_bytes, "cuda")
     engine = CudaEngine(arena)
     page_bytes = frames_per_page * frame_bytes
     host = torch.randint(0, 256, (rows, together * page_bytes + frame_bytes), dtype=torch.uint8).pin_memory()
     pages = [row[at * page_bytes : (at + 1) * page_bytes] for row in host for at in range(together)]
-    frames = np.random.default_rng(0).permutation(8192)[: len(pages) * frames_per_page].reshape(len(pages), -1)
+    frames = np.random.default_rng(0).permutation(2**16)[: len(pages) * frames_per_page].reshape(len(pages), -1)
     copies = [FrameCopy(*copy) for copy in zip(frames, pages, strict=True)]
     engine.copy_in(copies).wait()
     assert all(torch.equal(arena.rows[torch.from_numpy(c.frames).cuda()].cpu().view(-1), c.host) for c in copies[::37])

@@ -17,6 +17,8 @@ from pagedweight.runtime.transfer_batch import DriverCopies, Pieces, pieces_of
 _STAGING_BYTES = 32 * 2**20
 # Tables that lowered widths wait for: some 90 KiB each, a hundred at a boundary.
 _WRITING_BYTES = 8 * 2**20
+# An arena is at least so many halves: what lies beside it is not in its accounts.
+_LEAST_HALVES = 128
 _WORD = torch.complex128  # frames spread 16 bytes at a time
 
 
@@ -54,7 +56,7 @@ class _Staging:
     """Two halves of memory beside the arena, used in turn; made when they are first wanted."""
 
     def __init__(self, arena: Arena, most_bytes: int) -> None:
-        self.half_frames = max(1, min(most_bytes // arena.frame_bytes, arena.frames))
+        self.half_frames = max(1, min(most_bytes // arena.frame_bytes, arena.frames // _LEAST_HALVES))
         self.half_bytes = self.half_frames * arena.frame_bytes
         self._shape = (2, self.half_frames, arena.frame_bytes // _WORD.itemsize)
         self._device = arena.memory.device

@@ -91,3 +91,19 @@ def test_case_76_what_is_released_goes_to_the_cache_and_the_driver_sees_no_chang
     assert sum(after.bytes_by_owner.values()) == sum(seen.bytes_by_owner.values())
     released = after.moves.released_bytes - seen.moves.released_bytes
     assert after.bytes_by_owner["free"] - seen.bytes_by_owner["free"] == released > 0
+
+
+def test_case_76_a_plain_patch_reports_what_the_allocator_confirms() -> None:
+    """Without a budget the arena is as large as the parent width needs: within 5 %, as for every reported byte."""
+    model = mixtral_m8(hidden_size=256, intermediate_size=512).cuda()
+    dense = sum(
+        p.numel() * p.element_size() for name, p in model.named_parameters() if ".experts." in name and p.dim() == 3
+    )
+    before = torch.cuda.memory_allocated()
+    runtime = pagedweight.patch(model).pagedweight
+    held = torch.cuda.memory_allocated() - before + dense
+    reported = sum(runtime.snapshot().bytes_by_owner.values())
+    assert dense > reported > 0
+    assert abs(held - reported) <= 0.05 * reported
+    runtime.set_bits(2)
+    assert torch.cuda.memory_allocated() - before + dense == held
