@@ -68,14 +68,18 @@ def diverge(model: nn.Module, reference: Reference, scored: Tensor | None = None
         logits = last_hidden(model, batch)[0].float()
         expected = head_logits(model, hidden.to(logits.device))
         rows = zip(batch.tokens, batch.mask, own.to(logits.device), logits, expected, strict=True)
-        parts.extend(_of_window(*row) for row in rows)
+        parts.extend(window_divergence(*row) for row in rows)
     return Divergence(*np.array(parts, dtype=np.float64).T)
 
 
-def _of_window(
+def window_divergence(
     tokens: Tensor, mask: Tensor, at: Tensor, logits: Tensor, expected: Tensor
 ) -> tuple[float, float, float]:
-    """at: (T,) positions whose prediction counts, of unmasked tokens."""
+    """Loss, KL and agreement of one window.
+
+    tokens, mask: (T,). logits, expected: fp32 (T, V), ours and the reference's.
+    at: bool (T,), positions whose prediction counts, of unmasked tokens.
+    """
     logits, expected = logits[at].log_softmax(-1), expected[at].log_softmax(-1)
     followed = mask.roll(-1) & (torch.arange(len(mask), device=mask.device) < len(mask) - 1)
     loss = functional.nll_loss(logits[followed[at]], tokens.roll(-1)[at & followed])
