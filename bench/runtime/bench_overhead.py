@@ -29,6 +29,7 @@ from pagedweight.runtime.controller import Runtime
 from pagedweight.runtime.frames import Arena
 from pagedweight.runtime.kv import ArenaGauge
 from pagedweight.runtime.pages import HostPages, PageSizes
+from pagedweight.runtime.planner import Plan
 from pagedweight.runtime.transfer import ImmediateEngine
 
 WIDTHS = (3, 4, 5, 6)
@@ -128,9 +129,24 @@ def group_ms(step: Callable[[], None], before: Callable[[], None] | None) -> flo
     return (time.perf_counter() - started) / GROUP_STEPS * 1e3
 
 
+def timed_planning(runtime: Runtime) -> list[float]:
+    """Microseconds of every decision that boundaries take from now on: what of a boundary is not moving pages."""
+    took, decide = [], runtime._planning.decide
+
+    def timed(*arguments: object) -> Plan:
+        started = time.perf_counter()
+        plan = decide(*arguments)
+        took.append((time.perf_counter() - started) * 1e6)
+        return plan
+
+    runtime._planning.decide = timed
+    return took
+
+
 def overhead(runtime: Runtime, step: Callable[[], None], groups: int, steps_per_block: int) -> dict[str, float]:
     """Steps with and without boundaries; steps_per_block: a KV block is taken every so many steps, 0 for never."""
     done, worked, at = [], [], 0
+    planned = timed_planning(runtime)
 
     def before() -> None:
         nonlocal at
@@ -145,8 +161,8 @@ def overhead(runtime: Runtime, step: Callable[[], None], groups: int, steps_per_
         worked.append((time.thread_time() - cpu) * 1e6)
 
     group_ms(step, before)  # first calls, the thread's start
-    done.clear()
-    worked.clear()
+    for times in (done, worked, planned):
+        times.clear()
     plain, with_boundary = [], []
     for _ in range(groups):
         plain.append(group_ms(step, None))
@@ -160,6 +176,10 @@ def overhead(runtime: Runtime, step: Callable[[], None], groups: int, steps_per_
         "boundary_mean_us": statistics.fmean(done),
         "boundary_longest_us": max(done),
         "boundary_cpu_mean_us": statistics.fmean(worked),
+        "planning_median_us": statistics.median(planned),
+        "planning_mean_us": statistics.fmean(planned),
+        "planning_longest_us": max(planned),
+        "planning_overhead": statistics.fmean(planned) / 1e3 / statistics.median(plain),
         "overhead_by_cpu": statistics.fmean(worked) / 1e3 / statistics.median(plain),
         "plans_ready": runtime._planning.queue.ready,
         "plans_made_late": runtime._planning.queue.made_late,
@@ -187,19 +207,19 @@ def main() -> None:
     found = {"device": name, "rows": 2 * SHAPE[0] * SHAPE[1], "python": sys.version.split()[0], "cases": []}
     found |= {"torch": torch.__version__, "command": f"python {shlex.join(sys.argv)}"}
     groups = max(3, arguments.steps // GROUP_STEPS)
-    for eager in (False, True) if device == "cuda" else (False,):
+    eager_too = ((False, True), (True, True)) if device == "cuda" else ((False, True),)
+    for eager, background in (*eager_too, (False, False)):
         step = decode_step(device, arguments.step_ms, eager=eager)
         # Near the threshold statistics and queue are refreshed most often; far from it hardly ever.
         for situation, spare, steps_per_block in (("near", 24, 0), ("far", 4000, 0), ("pressure", 12, 4)):
-            for background in (True, False):
-                runtime, _ = runtime_of(SHAPE, device, background=background, spare_blocks=spare)
-                figures = overhead(runtime, step, groups, steps_per_block)
-                runtime.close()
-                case = {"step": "eager" if eager else "graph", "situation": situation, "background": background}
-                found["cases"].append({**case, **figures})
-                print(json.dumps(found["cases"][-1]), flush=True)
-                if arguments.out:
-                    arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            runtime, _ = runtime_of(SHAPE, device, background=background, spare_blocks=spare)
+            figures = overhead(runtime, step, groups, steps_per_block)
+            runtime.close()
+            case = {"step": "eager" if eager else "graph", "situation": situation, "background": background}
+            found["cases"].append({**case, **figures})
+            print(json.dumps(found["cases"][-1]), flush=True)
+            if arguments.out:
+                arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ BLOCK_FRAMES = 48
 BLOCK_TOKENS = 16
 QWEN = (24, 60)
 TINY = (2, 6)
+QUIET_STEPS = 400
 CONFIGS = {
     "default": RuntimeConfig(),
     "no gap, no dwell": RuntimeConfig(offload_free_blocks=8, reload_free_blocks=9, min_dwell_steps=0),
@@ -99,7 +100,7 @@ def replayed(shape: tuple[int, int], config: RuntimeConfig, steps: int) -> dict[
     trace = requests(int(0.6 * room), steps)
     held: dict[int, np.ndarray] = {}
     short, took, turns, last, bits = 0, [], [], np.zeros(runtime.layout.rows), [runtime.snapshot().bits]
-    for step in range(steps + 100):
+    for step in range(steps + QUIET_STEPS):
         wanted = {at: -(-request.tokens(step) // BLOCK_TOKENS) for at, request in enumerate(trace)}
         for at in [at for at in held if not wanted[at]]:
             runtime.arena.free(held.pop(at))

@@ -28,8 +28,11 @@ _LOG = logging.getLogger(__name__)
 _NOTHING = Plan()
 # Statistics and queue grow old for so many periods: asking costs a forward about 0.7 ms, and signals drift slowly.
 _SHORTEST_WAIT_PERIODS, _LONGEST_WAIT_PERIODS = 4, 32
-# Launching a raise takes the host about 50 us (bench_pager on an H200): all at once, many rows would hold up a forward.
-_RAISES_PER_BOUNDARY = 64
+# Launching a raise takes the host about 50 us (bench_pager on an H200), more where frames have to move for its table:
+# all at once, many rows would hold up a forward.
+_RAISES_PER_BOUNDARY = 32
+# Pressure that comes back soon is a rhythm, such as bursts of short prompts; a slower one than this is followed.
+_LONGEST_HOLD_STEPS = 64
 
 
 class Planning:
@@ -75,6 +78,11 @@ class Planning:
         self._forecast_blocks = 0
         self._answered: tuple[KVState, int] | None = None
         self._pressed_for = 0
+        self._calm_for = 0
+        self._hold_steps = 0
+        self._rhythm_of = self._table.version
+        self._lowered_rows, self._lowered_at = pager.moves.lowered_rows, -math.inf
+        self._raised_since = False
         self._parent_at: tuple[tuple[int, int] | None, bool] = None, False
         self._asked: tuple[Transition, ...] = ()
         self._no_room: set[int] = set()
@@ -86,12 +94,15 @@ class Planning:
         """
         self._forecast_blocks = forecast_blocks
         self._note_refused()
+        self._learn_rhythm()
         step, period = self._table.step, self._config.plan_period_steps
         if (step + 1) % period == 0 and step + 1 - self._signals_at >= self._wait_steps(kv):
             self._signals_at = step + 1
             self._signals.refresh(wait=self._config.deterministic)
         pressed = kv.headroom_blocks - forecast_blocks <= self._config.offload_free_blocks
         self._pressed_for = self._pressed_for + 1 if pressed else 0
+        above = kv.headroom_blocks - forecast_blocks > self._config.reload_free_blocks
+        self._calm_for = self._calm_for + 1 if above else 0
         situation = self._situation(kv)
         if situation == self._fruitless and step % period:
             return _NOTHING
@@ -107,8 +118,7 @@ class Planning:
 
     def observe(self, seen: TableSnapshot, kv: KVState) -> Observation:
         """What the planner sees now."""
-        signals = self._signals.latest(wait=self._config.deterministic)
-        return observe(seen, kv, self._config.offload_free_blocks, signals, **self._pressure(kv))
+        return self._prepare(seen, kv)()
 
     def within_limits(self, rows: np.ndarray) -> np.ndarray:
         """Of rows that an emergency would drop to the floor, in this order, those that pins and quality budget let."""
@@ -141,18 +151,34 @@ class Planning:
         """The plan that the queue has ready, or, when it has none, one made now; None where the signal is noise."""
         if self._is_noise(kv):
             return None
-        seen, observing = self._prepare(kv)
+        seen = self._table.snapshot()
         pressure = observe(seen, kv, self._config.offload_free_blocks, **self._pressure(kv))
-        plan = self.queue.plan(seen, observing, pressure)
+        plan = self.queue.plan(seen, self._prepare(seen, kv), pressure)
         if plan.transitions:
             self._answered = kv, plan.released_bytes
             self._no_room.clear()
         return plan
 
-    def _prepare(self, kv: KVState) -> tuple[TableSnapshot, Callable[[], Observation]]:
-        """The page table, and what makes the observation; converting the statistics is left to the planner's thread."""
-        seen, signals = self._table.snapshot(), self._signals.latest(wait=self._config.deterministic)
-        return seen, partial(observe, seen, kv, self._config.offload_free_blocks, signals, **self._pressure(kv))
+    def _learn_rhythm(self) -> None:
+        """Rows that were raised just to fall again, by a plan or an emergency, are not raised before there has been
+        room for twice as long."""
+        if self._rhythm_of == self._table.version:
+            return
+        self._rhythm_of, lowered = self._table.version, self._pager.moves.lowered_rows
+        if lowered == self._lowered_rows:
+            return
+        since = self._table.step - self._lowered_at
+        if since > 2 * _LONGEST_HOLD_STEPS:
+            self._hold_steps //= 2
+        elif self._raised_since:
+            self._hold_steps = min(max(self._hold_steps, 2 * since), _LONGEST_HOLD_STEPS)
+        self._lowered_rows, self._lowered_at, self._raised_since = lowered, self._table.step, False
+
+    def _prepare(self, seen: TableSnapshot, kv: KVState) -> Callable[[], Observation]:
+        """What makes the observation; merging and converting the statistics is left to the planner's thread."""
+        reading, pressure = self._signals.latest(wait=self._config.deterministic), self._pressure(kv)
+        threshold = self._config.offload_free_blocks
+        return lambda: observe(seen, kv, threshold, None if reading is None else reading.merged, **pressure)
 
     def _is_noise(self, kv: KVState) -> bool:
         """Whether another engine's count swings around the threshold rather than falls.
@@ -174,11 +200,11 @@ class Planning:
         Where there is nothing to raise the queue is refreshed when it is due, or no longer fits the widths.
         """
         available = min(self._raise_bytes(kv, self._config.reload_free_blocks), self._most_raised_bytes)
-        if available <= 0 or self._at_parent_width():
+        if available <= 0 or self._calm_for < self._hold_steps or self._at_parent_width():
             self.queue.take()
             outdated = self._worker.background and self.queue.stale
             if outdated or (due and self.queue.age_steps >= self._wait_steps(kv)):
-                self.queue.refresh(lambda: self._prepare(kv))
+                self.queue.refresh(partial(self._prepare, kv=kv))
             return _NOTHING
         asked = self._worker.ask(("raise", self._table.version), lambda: self._raise_call(kv, available))
         if asked is None:
@@ -189,14 +215,15 @@ class Planning:
         self._asked = self._within(plan.transitions, kv, available)
         if self._asked:
             self._answered = None
+            self._raised_since = True
         else:
             self._no_room.clear()
         return plan._replace(transitions=self._asked)
 
     def _raise_call(self, kv: KVState, available: int) -> Callable[[], tuple]:
-        seen, observing = self._prepare(kv)
+        seen = self._table.snapshot()
         seen.busy[list(self._no_room)] = True
-        policy = self._policy
+        observing, policy = self._prepare(seen, kv), self._policy
 
         def call() -> tuple:
             observation = observing()
@@ -220,6 +247,8 @@ class Planning:
     def _note_refused(self) -> None:
         """Rows of the last boundary's raise for which the pager found no run of frames let others try, until none is
         left or frames are released. At later boundaries a row may have risen and been lowered again."""
+        if not self._asked:
+            return
         at_rest = self._table.desired == self._table.committed
         self._no_room |= {t.row for t in self._asked if at_rest[t.row] and self._table.committed[t.row] == t.from_bits}
         self._asked = ()
@@ -237,6 +266,8 @@ class Planning:
         room = self._raise_bytes(kv, self._config.offload_free_blocks)
         kept = []
         for transition, old_table in zip(raising, self._table.slot_bytes(_rows(raising)).tolist(), strict=True):
+            if len(kept) == _RAISES_PER_BOUNDARY:
+                break
             needed = transition.bytes + old_table
             if needed <= room and transition.bytes <= available:
                 kept.append(transition)

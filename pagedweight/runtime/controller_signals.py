@@ -1,6 +1,8 @@
-"""Routing statistics on their way to the host: merged on the device, copied without waiting, used once landed."""
+"""Routing statistics on their way to the host: copied without waiting, used once landed, merged by whoever plans."""
 
 from __future__ import annotations
+
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -8,6 +10,32 @@ import torch
 from pagedweight.layout import RoutingStats
 from pagedweight.runtime.observe import Signals, merge_requests
 from pagedweight.runtime.transfer import Ticket, TransferEngine
+
+
+class Reading:
+    """The statistics at one moment, in host memory, and how requests weigh there.
+
+    Merging takes some dozens of small operations: left to the planner's thread, they cost forwards nothing.
+    """
+
+    def __init__(
+        self,
+        stats: RoutingStats,
+        request_kv: np.ndarray | None,
+        confidence: np.ndarray | None,
+        rho_bounds: np.ndarray | None,
+        *,
+        log_features: bool,
+    ) -> None:
+        self._stats = stats
+        self._by_request = request_kv, confidence, rho_bounds
+        self._log_features = log_features
+
+    @cached_property
+    def merged(self) -> Signals:
+        """Over requests."""
+        by_request = (None if values is None else torch.from_numpy(values) for values in self._by_request)
+        return merge_requests(self._stats, *by_request, log_features=self._log_features)
 
 
 class SignalReader:
@@ -29,8 +57,8 @@ class SignalReader:
         self._engine = engine
         self._log_features = log_features
         self._policy_bounds = rho_bounds
-        self._latest: Signals | None = None
-        self._coming: tuple[Signals, Ticket] | None = None
+        self._latest: Reading | None = None
+        self._coming: tuple[Reading, Ticket] | None = None
         self._confidence: dict[int, float] = {}
         self._rho_bounds: dict[int, tuple[float, float]] = {}
         self.request_kv: np.ndarray | None = None
@@ -55,39 +83,33 @@ class SignalReader:
             self._confidence.pop(slot, None)
             self._rho_bounds.pop(slot, None)
 
-    def latest(self, *, wait: bool = False) -> Signals | None:
+    def latest(self, *, wait: bool = False) -> Reading | None:
         """The newest that have landed; the first time they are asked for now, so that there are some at all."""
         self._take_landed(wait)
         return self.refresh(wait=wait) if self._latest is None else self._latest
 
-    def refresh(self, *, wait: bool = False) -> Signals | None:
+    def refresh(self, *, wait: bool = False) -> Reading | None:
         """Ask for the current statistics unless a request is under way; returns the newest landed, None at first."""
         self._take_landed(wait)
         if self._coming is None and self._stats is not None:
-            known = self._to_device(self.request_kv), self._confidences(), self._bounds()
-            merged = merge_requests(self._stats, *known, log_features=self._log_features)
-            self._coming = Signals(*map(_to_host, merged)), self._engine.fence()
+            held = None if self.request_kv is None else np.array(self.request_kv, dtype=np.float32)
+            known = held, self._confidences(), self._bounds()
+            reading = Reading(RoutingStats(*map(_to_host, self._stats)), *known, log_features=self._log_features)
+            self._coming = reading, self._engine.fence()
             self._take_landed(wait)
         return self._latest
 
-    def _confidences(self) -> torch.Tensor | None:
+    def _confidences(self) -> np.ndarray | None:
         if not self._confidence:
             return None
         slots = range(len(self._stats.mass))
-        return self._to_device(np.array([self._confidence.get(slot, 1.0) for slot in slots], dtype=np.float32))
+        return np.array([self._confidence.get(slot, 1.0) for slot in slots], dtype=np.float32)
 
-    def _bounds(self) -> torch.Tensor | None:
+    def _bounds(self) -> np.ndarray | None:
         if not self._rho_bounds:
             return None
         of_slots = [self._rho_bounds.get(slot, self._policy_bounds) for slot in range(len(self._stats.mass))]
-        return self._to_device(np.array(of_slots, dtype=np.float32))
-
-    def _to_device(self, values: np.ndarray | None) -> torch.Tensor | None:
-        if values is None:
-            return None
-        held = torch.from_numpy(values)
-        device = self._stats.mass.device
-        return held if device.type == "cpu" else held.pin_memory().to(device, non_blocking=True)
+        return np.array(of_slots, dtype=np.float32)
 
     def _take_landed(self, wait: bool) -> None:
         if self._coming is None:
@@ -99,8 +121,8 @@ class SignalReader:
             self._latest, self._coming = signals, None
 
 
-def _to_host(values: torch.Tensor | None) -> torch.Tensor | None:
+def _to_host(values: torch.Tensor) -> torch.Tensor:
     """A host copy that is complete once a later fence is done."""
-    if values is None or values.device.type == "cpu":
-        return values
+    if values.device.type == "cpu":
+        return values.clone()
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

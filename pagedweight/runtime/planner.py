@@ -67,8 +67,9 @@ def plan_step(table: TableSnapshot, observation: Observation, policy: Policy, qu
 def plan_from_queue(table: TableSnapshot, observation: Observation, policy: Policy, queue: Queue) -> Plan | None:
     """Lines 10 to 13 of Algorithm 1 alone: Pi for the present target from the queue as it is, in a fraction of a step.
 
-    Queued plans are prefixes of their steps, so each serves every target up to its own. None when no plan of the queue
-    starts from the present widths and provides the target, or a damage limit is set: then plan_step has to be asked.
+    Queued plans are prefixes of their steps, so each serves every target up to its own, and goes on from where an
+    earlier target stopped. None when no plan of the queue leads on from the present widths and provides the target, or
+    a damage limit is set: then plan_step has to be asked.
     """
     table, observation, _, names = canonical(table, observation, policy)
     target = release_target_bytes(table, observation)
@@ -77,16 +78,21 @@ def plan_from_queue(table: TableSnapshot, observation: Observation, policy: Poli
     if observation.limits.damage < math.inf:
         return None
     committed = committed_index(table)
-    for plan in sorted(queue.plans, key=lambda plan: (plan.stage, plan.level, -plan.made_at)):
-        count = plan.steps.meeting(target)
+    by_steps = {id(plan.steps): plan for plan in queue.plans}  # plans of one stage and step share theirs
+    for plan in sorted(by_steps.values(), key=lambda plan: (plan.stage, plan.level, -plan.made_at)):
+        taken = plan.steps.taken(plan.start, committed)
+        if taken is None or (plan.whole and taken):
+            continue
+        (released_before, damage_before), count = plan.steps.totals(taken), plan.steps.meeting(target, taken)
         released, damage = plan.steps.totals(count)
-        if released < target or not (plan.start == committed).all():
+        if released - released_before < target:
             continue
         if plan.whole:
             return None
         reached = plan.steps.reached(plan.start, count)
-        if not table.busy[reached != plan.start].any():
-            return Plan(transitions(table, plan.start, reached, names), damage, released, 0)
+        if not table.busy[reached != committed].any():
+            moves = transitions(table, committed, reached, names)
+            return Plan(moves, damage - damage_before, released - released_before, 0)
     return None
 
 

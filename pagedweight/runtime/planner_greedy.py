@@ -23,9 +23,18 @@ class Steps(NamedTuple):
     bytes: np.ndarray
     damage: np.ndarray
 
-    def meeting(self, target_bytes: int) -> int:
-        """Number of steps that release at least target_bytes; all of them when that is not enough."""
-        return min(int(np.searchsorted(self.bytes, target_bytes)) + 1, len(self.row)) if target_bytes > 0 else 0
+    def meeting(self, target_bytes: int, taken: int = 0) -> int:
+        """Number of steps that release at least target_bytes beyond the first `taken`; all where that is not enough."""
+        if target_bytes <= 0:
+            return taken
+        before, _ = self.totals(taken)
+        return min(int(np.searchsorted(self.bytes, before + target_bytes)) + 1, len(self.row))
+
+    def taken(self, start: np.ndarray, index: np.ndarray) -> int | None:
+        """How many of the first steps lead from start (R,) to index (R,); None where no number of them does."""
+        ahead = self.to < index[self.row]
+        taken = int(ahead.argmax()) if ahead.any() else len(self.row)
+        return taken if (self.reached(start, taken) == index).all() else None
 
     def reached(self, start: np.ndarray, count: int) -> np.ndarray:
         """(R,) width index of every row after the first count steps, from start (R,)."""

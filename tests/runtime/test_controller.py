@@ -429,7 +429,7 @@ def test_statistics_that_are_on_their_way_are_waited_for_and_not_asked_for_again
     assert [reader.refresh() for _ in range(5)] == [None] * 5
     (ticket,) = engine.pending
     ticket.turn()
-    assert reader.refresh().mass.tolist() == [[0.25, 0.75]]
+    assert reader.refresh().merged.mass.tolist() == [[0.25, 0.75]]
 
 
 def test_nothing_moves_while_paused():
