@@ -2,11 +2,12 @@
 
     python -m bench.vllm.gpu_tokens prepare FOLDER
     python -m bench.vllm.gpu_tokens dense4|4|4-eager|6|roomy|pressed FOLDER [ATTENTION BACKEND]   (all at once, if so)
+    python -m bench.vllm.gpu_tokens 4x2|pressedx2 FOLDER                                          (on two GPUs, NCCL)
     python -m bench.vllm.gpu_tokens compare FOLDER
 
 dense4: vLLM's own experts on weights rebuilt from the 4-bit codes, in fp16, which holds them exactly. roomy: dynamic
 widths without pressure, as 6. pressed: dynamic widths while KV blocks run out; every plane in use is then compared with
-the host's, byte for byte.
+the host's, byte for byte. x2: two ranks, which must hold the same widths at the end.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-ROWS = ("dense4", "4", "4-eager", "6", "roomy", "pressed")
+from bench.vllm.shapes import versions
+
+ROWS = ("dense4", "4", "4-eager", "6", "roomy", "pressed", "4x2", "pressedx2")
 REQUESTS, PROMPT, TOKENS = 16, 32, 160
 
 
@@ -48,6 +51,7 @@ def prepare(folder: Path) -> None:
 def row(name: str, folder: Path, attention: str | None = None) -> None:
     from vllm import LLM, SamplingParams
 
+    ranks = 2 if name.endswith("x2") else 1
     options = {"offload_free_blocks": 4, "reload_free_blocks": 8}
     if name[0].isdigit():
         options["bits"] = int(name[0])
@@ -59,13 +63,15 @@ def row(name: str, folder: Path, attention: str | None = None) -> None:
         max_model_len=256,
         max_num_seqs=16,
         max_num_batched_tokens=512,
-        num_gpu_blocks_override=200 if name == "pressed" else 2000,
+        num_gpu_blocks_override=200 if name.startswith("pressed") else 2000,
         kv_cache_memory_bytes=2**28,  # not found out by profiling: several rows may start at once
         gpu_memory_utilization=0.08,
         enforce_eager=name == "4-eager",
         compilation_config={} if name == "4-eager" else graphs,
         disable_log_stats=False,
         attention_backend=attention,
+        tensor_parallel_size=ranks,
+        disable_custom_all_reduce=True,
         additional_config={"pagedweight": options},
     )
     prompts = np.random.default_rng(0).integers(2, 16000, (REQUESTS, PROMPT)).tolist()
@@ -75,16 +81,19 @@ def row(name: str, folder: Path, attention: str | None = None) -> None:
     core = llm.llm_engine.engine_core.engine_core
     weights = getattr(core.scheduler, "weights", None)
     if weights is not None:
-        llm.collective_rpc("pagedweight_checked_bits")
+        first, *others = llm.collective_rpc("pagedweight_checked_bits")
+        assert all(other == first for other in others), "ranks hold different widths"
         found |= {"counts": weights.counts._asdict(), "lowest_mean_bits": weights.lowest_mean_bits}
     counted = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    found["preemptions"] = counted["vllm:num_preemptions"]
+    found |= {"preemptions": counted["vllm:num_preemptions"], "ranks": ranks, **versions()}
     (folder / f"{name}.json").write_text(json.dumps(found), encoding="utf-8")
     print(name, {key: value for key, value in found.items() if key != "tokens"}, flush=True)
 
 
 def compare(folder: Path) -> None:
-    tokens = {name: json.loads((folder / f"{name}.json").read_text())["tokens"] for name in ROWS}
+    """Of the rows that have run."""
+    ran = [name for name in ROWS if (folder / f"{name}.json").exists()]
+    tokens = {name: json.loads((folder / f"{name}.json").read_text())["tokens"] for name in ran}
 
     def same(one: str, other: str) -> dict[str, object]:
         """Share of requests that are equal to the end, and of tokens before the first that differs."""
@@ -92,8 +101,8 @@ def compare(folder: Path) -> None:
         common = [next((n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), TOKENS) for a, b in pairs]
         return {"equal_requests": f"{common.count(TOKENS)} of {len(pairs)}", "tokens_before": min(common)}
 
-    pairs = (("4", "dense4"), ("4", "4-eager"), ("roomy", "6"), ("4", "6"))
-    found = {f"{one} and {other}": same(one, other) for one, other in pairs}
+    pairs = (("4", "dense4"), ("4", "4-eager"), ("roomy", "6"), ("4", "6"), ("4x2", "4"))
+    found = {f"{one} and {other}": same(one, other) for one, other in pairs if {one, other} <= set(ran)}
     (folder / "compared.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=1), flush=True)
 

@@ -64,11 +64,26 @@ TINY = {
 MODELS = {"qwen1.5-moe": QWEN, "mixtral-8x7b": MIXTRAL, "tiny": TINY}
 
 
-def write_folder(config: dict, folder: Path, *, paged: bool) -> Path:
+# What each kind of row says in its config.json. Marlin's int4 is for routed experts alone, as ours.
+QUANTIZATION = {
+    "bf16": None,
+    "marlin": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "desc_act": False,
+        "sym": True,
+        "dynamic": {r"-:(?!.*\.experts$).*": {}},
+    },
+    "paged": {"quant_method": "pagedweight"},
+}
+
+
+def write_folder(config: dict, folder: Path, kind: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     content = {**config, "torch_dtype": "bfloat16"}
-    if paged:
-        content["quantization_config"] = {"quant_method": "pagedweight"}
+    if QUANTIZATION[kind] is not None:
+        content["quantization_config"] = QUANTIZATION[kind]
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
 
@@ -92,10 +107,13 @@ def kv_token_bytes(config: dict) -> int:
 
 
 def expert_bytes(config: dict, row: str) -> int:
-    """Device bytes that a row's routed experts hold for good: a float type's, a width's, or the floor's and slots."""
+    """Device bytes that a row's routed experts hold for good: a float type's, int4's with a scale for each group, a
+    width's, or the floor's and slots."""
     laid_out = layout(config)
     if row == "bf16":
         return 2 * laid_out.weights()
+    if row == "marlin":
+        return laid_out.weights() // 2 + 2 * laid_out.weights() // 128
     fixed, size = row != "dynamic", frame_bytes(config)
     width = int(row) if fixed else WIDTHS[0]
     frames = sum(plane_geometry(n, k, size).frames for n, k in laid_out.row_shapes())
@@ -108,3 +126,12 @@ def frame_bytes(config: dict) -> int:
     """The same for every row, so that all run the same kernels."""
     piece_bytes = kv_token_bytes(config) * BLOCK_TOKENS // config["num_hidden_layers"] // 2
     return choose_frame_bytes_for_kv(layout(config).row_shapes(), piece_bytes)
+
+
+def versions() -> dict[str, str]:
+    """What a figure was measured on."""
+    import torch
+    from vllm.version import __version__
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {"gpu": gpu, "vllm": __version__, "torch": torch.__version__}

@@ -1,8 +1,10 @@
 """Requests that arrive until the KV cache is full: completed tokens per second, preemptions, inter-token latency.
 
-One row a process: bf16 experts of vLLM, paged experts at a fixed width, or dynamic. All rows of a budget hold the same
-bytes for routed experts and KV cache together. `calm` is eight requests at once, without pressure. Weights are drawn,
-so tokens mean nothing; times do. Processes may start together: with --lock they measure one after another.
+One row a process: vLLM's own experts in bf16 or in Marlin's int4, paged experts at a fixed width, or dynamic. All rows
+of a budget hold the same bytes for routed experts and KV cache together. `calm` is one batch whose KV fits, where
+dynamic widths are all the parent's if the budget has room for both: compare it with the fixed row of that width.
+Weights are drawn, so tokens mean nothing; times do. Processes may start together: with --together they wait for each
+other and measure one after another.
 """
 
 from __future__ import annotations
@@ -18,23 +20,29 @@ from typing import Any
 
 import numpy as np
 
-from bench.vllm.shapes import BLOCK_TOKENS, CODEBOOKS, MODELS, WIDTHS, expert_bytes, frame_bytes, write_folder
+from bench.vllm.shapes import BLOCK_TOKENS, CODEBOOKS, MODELS, WIDTHS, expert_bytes, frame_bytes, versions, write_folder
 
 GIB = 2**30
+MOST_SECONDS_TO_WAIT = 120
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="qwen1.5-moe")
-    parser.add_argument("--row", default="dynamic", help="bf16, a width, or dynamic")
+    parser.add_argument("--layers", type=int, help="of the model's depth, where memory is too small for all of it")
+    parser.add_argument("--row", default="dynamic", help="bf16, marlin, a width, or dynamic")
     parser.add_argument("--budget-gib", type=float, required=True, help="routed experts and KV cache together")
-    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=64, help="0 for the calm batch alone")
     parser.add_argument("--per-second", type=float, default=20.0)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=384)
+    parser.add_argument("--calm-requests", type=int, default=8)
+    parser.add_argument("--calm-tokens", type=int, default=128)
     parser.add_argument("--most-seconds", type=float, default=60.0)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--lock", type=Path)
+    parser.add_argument("--together", type=Path, help="folder in which rows meet")
+    parser.add_argument("--rows", type=int, default=1, help="how many rows meet there")
+    parser.add_argument("--after", type=Path, help="a file to wait for before any device memory is taken")
     parser.add_argument("--attention", help="vLLM's attention backend, where its own choice is not installed")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, for machines without a GPU")
     return parser.parse_args()
@@ -42,38 +50,49 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
+    config = dict(MODELS[given.model])
+    config["num_hidden_layers"] = given.layers or config["num_hidden_layers"]
+    import vllm  # noqa: F401  (takes long, and no device memory)
+
+    while given.after is not None and not given.after.exists():
+        time.sleep(0.1)
     started = time.perf_counter()
-    llm = serve(given)
+    llm = serve(given, config)
     ready = time.perf_counter() - started
-    if given.lock is None:
-        found = measure(llm, given)
-    else:
-        with given.lock.open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            found = measure(llm, given)
-    found |= {
-        "model": given.model,
-        "row": given.row,
-        "budget_gib": given.budget_gib,
-        "seconds_to_ready": round(ready, 1),
-    }
+    found = in_turn(given, lambda: measure(llm, given, config))
+    found |= {"row": given.row, "budget_gib": given.budget_gib, "seconds_to_ready": round(ready, 1)}
+    found |= {"model": given.model, "layers": config["num_hidden_layers"], **versions()}
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found), flush=True)
+    os._exit(0)  # device memory is wanted by the next; nothing else is left to do
 
 
-def serve(given: argparse.Namespace) -> Any:
+def in_turn(given: argparse.Namespace, measuring: Any) -> dict[str, Any]:
+    """Measure once all rows that meet here are ready, or have had time to be; one at a time."""
+    if given.together is None:
+        return measuring()
+    given.together.mkdir(parents=True, exist_ok=True)
+    (given.together / f"{given.out.stem}.ready").touch()
+    give_up = time.monotonic() + MOST_SECONDS_TO_WAIT
+    while len(list(given.together.glob("*.ready"))) < given.rows and time.monotonic() < give_up:
+        time.sleep(0.1)
+    with (given.together / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return measuring()
+
+
+def serve(given: argparse.Namespace, config: dict) -> Any:
     from vllm import LLM
 
-    config = MODELS[given.model]
-    folder = given.out.parent / "folders" / f"{given.model}-{'float' if given.row == 'bf16' else 'paged'}-{os.getpid()}"
+    kind = given.row if given.row in ("bf16", "marlin") else "paged"
+    folder = given.out.parent / "folders" / f"{given.out.stem}-{os.getpid()}"
     options: dict[str, Any] = {"widths": WIDTHS, "codebooks": CODEBOOKS, "frame_bytes": frame_bytes(config)}
-    if given.row not in ("bf16", "dynamic"):
+    if given.row.isdigit():
         options["bits"] = int(given.row)
-    kv_bytes = int(given.budget_gib * GIB) - expert_bytes(config, given.row)
     sizes = [1, 2, 4, 8, 16, 32, 64]
     return LLM(
-        str(write_folder(config, folder, paged=given.row != "bf16")),
+        str(write_folder(config, folder, kind)),
         load_format="dummy",
         dtype="bfloat16",
         skip_tokenizer_init=True,
@@ -81,7 +100,7 @@ def serve(given: argparse.Namespace) -> Any:
         max_num_seqs=64,
         max_num_batched_tokens=1024,
         block_size=BLOCK_TOKENS if not given.eager else 32,
-        kv_cache_memory_bytes=kv_bytes,
+        kv_cache_memory_bytes=int(given.budget_gib * GIB) - expert_bytes(config, given.row),
         gpu_memory_utilization=0.1,
         enable_prefix_caching=False,
         disable_log_stats=False,
@@ -94,26 +113,34 @@ def serve(given: argparse.Namespace) -> Any:
     )
 
 
-def measure(llm: Any, given: argparse.Namespace) -> dict[str, Any]:
-    """Serve the requests as they arrive, after a few that warm up."""
-    drive(llm, given, count=4, per_second=1e9, tokens=8, most_seconds=30, seed=1)
-    _, calm = drive(llm, given, count=8, per_second=1e9, tokens=96, most_seconds=30, seed=2)
+def measure(llm: Any, given: argparse.Namespace, config: dict) -> dict[str, Any]:
+    """A calm batch, after one that warms up, then requests as they arrive."""
+    for seed in (1, 2):
+        seconds, calm = drive(llm, given, config, given.calm_requests, 1e9, given.calm_tokens, seed)
     before = facts(llm)
-    seconds, arrivals = drive(llm, given, given.requests, given.per_second, given.tokens, given.most_seconds, seed=0)
+    found = {
+        "calm_tokens_per_second": round(sum(map(len, calm.values())) / seconds, 1),
+        "calm_inter_token_ms": latencies(calm),
+        "calm_bits": before["bits"],
+        "peak_gib": before["peak_gib"],
+        "kv_blocks": before["kv_blocks"],
+    }
+    return found | (under_load(llm, given, config, before) if given.requests else {})
+
+
+def under_load(llm: Any, given: argparse.Namespace, config: dict, before: dict[str, Any]) -> dict[str, Any]:
+    seconds, arrivals = drive(llm, given, config, given.requests, given.per_second, given.tokens, seed=0)
     after = facts(llm)
     done = [times for times in arrivals.values() if len(times) == given.tokens]
     return {
+        "requests": given.requests,
         "completed_requests": len(done),
         "completed_tokens_per_second": round(len(done) * given.tokens / seconds, 1),
         "seconds": round(seconds, 2),
         "inter_token_ms": latencies(arrivals),
-        "calm_inter_token_ms": latencies(calm),
-        "calm_bits": before["bits"],
         "preemptions": after["preemptions"] - before["preemptions"],
         "weights": after["weights"],
-        "kv_blocks": after["kv_blocks"],
-        "lowest_bits": min(after["bits"], default=None),
-        "mean_bits_at_end": after["bits"][-1] if after["bits"] else None,
+        "lowest_and_last_bits": after["bits"],
         "peak_gib": after["peak_gib"],
     }
 
@@ -125,7 +152,7 @@ def latencies(arrivals: dict[str, list[float]]) -> dict[str, float]:
 
 
 def drive(
-    llm: Any, given: argparse.Namespace, count: int, per_second: float, tokens: int, most_seconds: float, seed: int
+    llm: Any, given: argparse.Namespace, config: dict, count: int, per_second: float, tokens: int, seed: int
 ) -> tuple[float, dict[str, list[float]]]:
     """Seconds it took, and when each token of each request came."""
     from vllm import SamplingParams
@@ -135,13 +162,13 @@ def drive(
     sampling.detokenize = False
     random = np.random.default_rng(seed)
     due = np.cumsum(random.exponential(1 / per_second, count))
-    prompts = random.integers(2, MODELS[given.model]["vocab_size"], (count, given.prompt)).tolist()
+    prompts = random.integers(2, config["vocab_size"], (count, given.prompt)).tolist()
     waiting = deque(
         (at, f"{seed}-{n}", prompt) for n, (at, prompt) in enumerate(zip(due.tolist(), prompts, strict=True))
     )
     came: dict[str, list[float]] = {name: [] for _, name, _ in waiting}
     engine, start = llm.llm_engine, time.perf_counter()
-    while (waiting or engine.has_unfinished_requests()) and time.perf_counter() - start < most_seconds:
+    while (waiting or engine.has_unfinished_requests()) and time.perf_counter() - start < given.most_seconds:
         now = time.perf_counter() - start
         while waiting and waiting[0][0] <= now:
             _, name, prompt = waiting.popleft()
@@ -149,9 +176,9 @@ def drive(
         for output in engine.step():
             at = time.perf_counter() - start
             came[output.request_id] += [at] * len(output.outputs[0].token_ids)
-    unfinished = [name for name, times in came.items() if len(times) < tokens]
-    engine.abort_request(unfinished)
-    return time.perf_counter() - start, came
+    seconds = time.perf_counter() - start
+    engine.abort_request([name for name, times in came.items() if len(times) < tokens])
+    return seconds, came
 
 
 def facts(llm: Any) -> dict[str, Any]:
