@@ -12,7 +12,7 @@ from pagedweight.layout import BlockTables, Layout, MoeLayer
 from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
 from pagedweight.runtime.controller import Runtime
-from pagedweight.runtime.frames import Arena
+from pagedweight.runtime.frames import Arena, OutOfFrames
 from pagedweight.runtime.kv import ArenaGauge, KVGauge
 from pagedweight.runtime.pages import HostPages, PageSizes
 from pagedweight.runtime.table import PageTable
@@ -27,6 +27,37 @@ class ForgetfulPages(HostPages):
     def forget(self, row: int, plane: int) -> None:
         """Let a page's copy go; its room is what a write-back goes to."""
         self._reserved[row, plane] = self._pages.pop((row, plane))
+
+
+class ShortHostPages(ForgetfulPages):
+    """Has no memory for a page when it is told so."""
+
+    short = False
+
+    def reserve(self, row, plane):
+        if self.short:
+            self.short = False
+            raise MemoryError("no memory for a page")
+        return super().reserve(row, plane)
+
+
+class ShortArena(Arena):
+    """Refuses an allocation, the next one or a later one, when it is told so."""
+
+    refused = 0
+
+    def allocate(self, count, owner):
+        self._refuse()
+        return super().allocate(count, owner)
+
+    def allocate_run(self, count, owner):
+        self._refuse()
+        return super().allocate_run(count, owner)
+
+    def _refuse(self):
+        self.refused -= 1
+        if self.refused == 0:
+            raise OutOfFrames("refused")
 
 
 class TinyModel(NamedTuple):
@@ -122,6 +153,10 @@ def host_has(model: TinyModel, row: int, plane: int) -> bool:
 
 class TransferFault(RuntimeError):
     """What a failed copy raises here."""
+
+
+# What a boundary may raise when everything around it fails.
+FAULTS = (TransferFault, MemoryError, OutOfFrames)
 
 
 class CrankedTicket:

@@ -10,16 +10,17 @@ from hypothesis import Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pagedweight.runtime.frames import KV_OWNER, Arena, OutOfFrames, OwnerKind
+from pagedweight.runtime.frames import KV_OWNER, OutOfFrames, OwnerKind
 from pagedweight.runtime.pager import Pager
 from pagedweight.runtime.pages import HostPages
 from pagedweight.runtime.table import PageState, PageTable
 from pagedweight.runtime.table_view import Transition
 from tests.runtime.support import (
+    FAULTS,
     FRAME_BYTES,
     CrankedEngine,
-    ForgetfulPages,
-    TransferFault,
+    ShortArena,
+    ShortHostPages,
     assert_published,
     everything_at,
     host_has,
@@ -28,40 +29,6 @@ from tests.runtime.support import (
 
 WIDTHS = (2, 3, 4, 6)
 ROWS = 10
-
-
-FAULTS = (TransferFault, MemoryError, OutOfFrames)
-
-
-class ShortHostPages(ForgetfulPages):
-    """Has no memory for a page when it is told so."""
-
-    short = False
-
-    def reserve(self, row, plane):
-        if self.short:
-            self.short = False
-            raise MemoryError("no memory for a page")
-        return super().reserve(row, plane)
-
-
-class ShortArena(Arena):
-    """Refuses an allocation, the next one or a later one, when it is told so."""
-
-    refused = 0
-
-    def allocate(self, count, owner):
-        self._refuse()
-        return super().allocate(count, owner)
-
-    def allocate_run(self, count, owner):
-        self._refuse()
-        return super().allocate_run(count, owner)
-
-    def _refuse(self):
-        self.refused -= 1
-        if self.refused == 0:
-            raise OutOfFrames("refused")
 
 
 class PagerMachine(RuleBasedStateMachine):
