@@ -1,0 +1,239 @@
+"""Write docs/results.md from the JSON files of bench/results: python -m scripts.results_page"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.policies_plans import BF16, FULL
+from bench.policies_report import window_kl
+from bench.quality_parts import bootstrap_ratio
+from pagedweight.evaluation.report import rows as evaluation_rows
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+PAGE = ROOT / "docs" / "results.md"
+HEAD = """# Results
+
+Made from `bench/results` by `python -m scripts.results_page`; under each table stands the command that its figures
+came from. MB are 10^6 bytes. Quality is of small models trained for this project, speed and memory of true shapes with
+random weights: no large pretrained model was at hand.
+"""
+ABLATIONS = ("w/o routing statistics", "w/o prompt residual", "w/o page movement", "w/o global sensitivity")
+OWN = (*ABLATIONS, "buckets alone", "plain greedy")
+Lines = Iterator[str]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Lines:
+    yield "| " + " | ".join(head) + " |"
+    yield "| --- |" + " ---: |" * (len(head) - 1)
+    for row in rows:
+        yield "| " + " | ".join(map(str, row)) + " |"
+    yield ""
+
+
+def made_by(record: Mapping[str, Any], on: str) -> Lines:
+    yield f"`{record['command']}`, {on}"
+    yield ""
+
+
+def policies(record: Mapping[str, Any]) -> Lines:
+    """Figure 5's comparison and Table 4's ablations on one model."""
+    settings, cells = record["settings"], record["cells"]
+    budgets = settings["budgets"]
+    counted = "planes" if settings["bytes"] == "code" else "planes and tables"
+    yield f"### {settings['model']}, budgets in bytes of {counted}, live policies plan from the {settings['signals']}"
+    yield ""
+    others = [name for name in cells if name not in (FULL, BF16, *OWN)]
+    for names in (others, [name for name in OWN if name in cells]):
+        rows = [(name, *(ratio(cells, name, bits)[0] for bits in budgets)) for name in names]
+        full = (FULL, *(f"**{1e3 * window_kl(cells, FULL, bits).mean():.3f}**" for bits in budgets))
+        yield from table(["policy", *(f"{bits} bits" for bits in budgets)], [full, *rows])
+    yield (
+        "Mean KL to bf16 of the full planner in 10^-3 nats a token; of the others how many times that, with the 95 % "
+        f"interval of a bootstrap over the same {len(window_kl(cells, FULL, budgets[0]))} windows."
+    )
+    below = [f"{name} at {bits}" for name in cells for bits in budgets if ratio(cells, name, bits)[1] < 1]
+    yield (f"Below the full planner's: {', '.join(below)}." if below else "None is below it beyond its interval.")
+    yield ""
+    yield from made_by(record, record["machine"])
+
+
+def ratio(cells: Mapping[str, Any], name: str, bits: float) -> tuple[str, float]:
+    """As the table shows it, and the interval's upper end."""
+    if name in (FULL, BF16):
+        return "", 1.0
+    own, full = window_kl(cells, name, bits), window_kl(cells, FULL, bits)
+    if len(own) != len(full):
+        return "-", 1.0
+    low, high = bootstrap_ratio(own, full)
+    return f"{own.mean() / full.mean():.2f} ({low:.2f} to {high:.2f})", high
+
+
+def evaluation(record: Mapping[str, Any]) -> Lines:
+    """What `pagedweight eval` wrote."""
+    settings, rows = record["settings"], evaluation_rows(record)
+    tasks = list(settings["tasks"])
+    yield f"### {settings['checkpoint']}, {settings['count']} items a task of at most {settings['tokens']} tokens"
+    yield ""
+    yield from table(
+        ["method", "budget, bits", "bits", "MB", *tasks],
+        (
+            (
+                row["method"],
+                row["budget"],
+                "" if row["bits"] is None else f"{row['bits']:.2f}",
+                "" if row["weight_bytes"] is None else f"{row['weight_bytes'] / 1e6:.2f}",
+                *(of_task(row["tasks"][task]) if task in row["tasks"] else "" for task in tasks),
+            )
+            for row in rows
+        ),
+    )
+    yield (
+        "Of a text its perplexity, of gold answers nats a token; then mean KL to the unquantized model in 10^-3 nats, "
+        "and how often both like the same token best, in per cent. A text's second halves count, with the first as "
+        "context."
+    )
+    yield ""
+    seconds = sum(cell.get("seconds", 0.0) for cell in _cells(record))
+    yield from made_by(record, f"{record['machine']['device']}, {seconds / 60:.1f} minutes of measuring")
+
+
+def _cells(record: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for budgets in record["cells"].values():
+        for tasks in budgets.values():
+            yield from tasks.values()
+
+
+def of_task(task: Mapping[str, float]) -> str:
+    lost = task.get("perplexity", task.get("nats"))
+    return f"{lost:.3f} / {1e3 * task['kl']:.3f} / {100 * task['agreement']:.1f}"
+
+
+def dynamic(record: Mapping[str, Any]) -> Lines:
+    """Table 2's regime: bits change while the cache grows."""
+    settings, cells = record["settings"], record["cells"]
+    yield f"### {settings['checkpoint']}, {settings['batch']} sequences of {settings['tokens']} tokens in one budget"
+    yield ""
+    rows = []
+    for width, tasks in cells["dynamic"].items():
+        for task, moving in tasks.items():
+            uniform = cells["uniform"][width][task]
+            kl = [np.array(cell["kl"]) for cell in (uniform, moving)]
+            low, high = bootstrap_ratio(kl[1], kl[0])
+            first, last = moving["bits"]
+            rows.append(
+                (
+                    f"{task}, uniform {width}",
+                    f"{uniform['peak_bytes'] / 1e6:.2f} / {moving['peak_bytes'] / 1e6:.2f}",
+                    f"{first:.2f} to {last:.2f}",
+                    f"{1e3 * kl[0].mean():.3f} / {1e3 * kl[1].mean():.3f}",
+                    f"{kl[1].mean() / kl[0].mean():.2f} ({low:.2f} to {high:.2f})",
+                    f"{np.mean(uniform['loss']):.4f} / {np.mean(moving['loss']):.4f}",
+                )
+            )
+    yield from table(
+        ["task and width", "peak MB, both", "bits while it grows", "KL, 10^-3 nats", "ratio", "loss, nats"], rows
+    )
+    yield (
+        f"Weights and KV cache share a budget: the peak of the uniform width. {settings['count']} prompts a task are "
+        f"read {settings['chunk']} tokens at a time; what counts is the text's second half or the gold answer, which "
+        "come last. Each pair: uniform, then ours; the ratio of KL with its 95 % interval over the same items."
+    )
+    yield ""
+    yield from made_by(record, record["machine"]["device"])
+
+
+def throughput(record: Mapping[str, Any]) -> Lines:
+    """Table 3: tokens/s and peak reserved memory."""
+    batches = sorted({row["batch"] for row in [*record["dense"], *record.get("paged", [])]})
+    named: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for row in [*record["dense"], *record.get("paged", [])]:
+        name = f"{row['experts']}, {row['width']} bits" if "width" in row else f"bf16, {row['experts']}"
+        named.setdefault(name, {})[row["batch"]] = row
+    rows = [(name, *(of_speed(found.get(batch)) for batch in batches)) for name, found in named.items()]
+    yield from table(["experts", *(f"B = {batch}: GB, tokens/s" for batch in batches)], rows)
+    bars = [bar for bar in record.get("bars", []) if (bar["batch"], bar["width"]) in ((1, 3), (4, 4))]
+    yield from table(
+        ["beside", "memory saved", "times tokens/s"],
+        (
+            (
+                f"B = {bar['batch']}, {bar['width']} bits beside bf16, {bar['against']}",
+                f"{100 * bar['memory_saved']:.1f} %",
+                f"{bar['times_tokens_per_second']:.2f}",
+            )
+            for bar in bars
+        ),
+    )
+    mixed = [row for row in record.get("paged", []) if "slower_than_uniform" in row]
+    if mixed:
+        yield "Mixed widths beside the uniform width of the same bytes, in turns: " + "; ".join(
+            f"{row['width']} bits, B = {row['batch']}: {100 * row['slower_than_uniform']:+.1f} % time" for row in mixed
+        )
+        yield ""
+    if record.get("moving"):
+        yield "While pages leave and come back, beside the same steps held still: " + "; ".join(
+            f"B = {row['batch']}: {100 * row['slower_than_still']:+.1f} % time, "
+            f"{row['released_bytes'] / 1e6:.0f} MB out and {row['loaded_bytes'] / 1e6:.0f} MB in"
+            for row in record["moving"]
+        )
+        yield ""
+    yield from made_by(record, f"{record['gpu']}, torch, Triton and transformers {', '.join(record['versions'])}")
+
+
+def of_speed(row: Mapping[str, Any] | None) -> str:
+    return "-" if row is None else f"{row['peak_reserved_bytes'] / 1e9:.2f}, {row['tokens_per_second']:.1f}"
+
+
+def pressure(record: Mapping[str, Any]) -> Lines:
+    """What one budget holds of KV cache."""
+    rows = (
+        (row["experts"], f"{row['weight_bytes'] / 1e9:.2f}" if "weight_bytes" in row else "", f"{row['tokens']:,}")
+        for row in record["capacity"]
+    )
+    yield from table(["experts", "GB", "tokens of KV cache beside them"], rows)
+    yield f"One budget of {record['budget_bytes'] / 1e9:.2f} GB for experts and KV cache."
+    yield ""
+    yield from made_by(record, record["gpu"])
+
+
+SECTIONS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], Lines], str], ...] = (
+    ("Policies at the same bytes", "policies-*.json", policies, "More: [planner.md](planner.md), bench/policies.py."),
+    (
+        "Texts, gold answers and divergence",
+        "evaluation-*.json",
+        evaluation,
+        "Any checkpoint: `pagedweight eval --help`.",
+    ),
+    ("While the KV cache grows", "dynamic-*.json", dynamic, "bench/e2e/dynamic.py."),
+    ("Decoding speed and memory", "h200-throughput-*.json", throughput, "bench/e2e/throughput.py says what a step is."),
+    ("Room for KV cache", "h200-pressure-*.json", pressure, "More: [memory.md](memory.md)."),
+)
+
+
+def page() -> str:
+    lines = [HEAD]
+    for title, pattern, section, note in SECTIONS:
+        records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob(pattern))]
+        if records:
+            lines += [f"## {title}", "", note, ""]
+            lines += [line for record in records for line in section(record)]
+    lines += [
+        "## Elsewhere",
+        "",
+        "One layer's time beside other kernels: [kernels.md](kernels.md), [prefill.md](prefill.md). Quantizer levels: "
+        "[quality.md](quality.md). Codebooks: [codebooks.md](codebooks.md). Serving: [vllm.md](vllm.md).",
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> None:
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

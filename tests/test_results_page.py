@@ -1,0 +1,33 @@
+"""docs/results.md is what the script makes of bench/results, and each of its tables says by which command."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the hf extra")
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("results_page", ROOT / "scripts" / "results_page.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_up_to_date(script: ModuleType) -> None:
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run: python -m scripts.results_page"
+
+
+def test_every_section_names_the_command_of_its_figures(script: ModuleType) -> None:
+    sections = re.split(r"^## ", script.page(), flags=re.MULTILINE)[1:]
+    assert len(sections) > 1
+    for section in sections:
+        assert "| --- |" not in section or re.search(r"^`(python|pagedweight) .+`, ", section, re.MULTILINE), section
