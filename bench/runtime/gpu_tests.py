@@ -1,4 +1,5 @@
-"""The runtime's tests on real streams, and its state machine under compute-sanitizer, as a file that says what passed.
+"""The runtime's tests on real streams, as a file that says what passed; its state machine also with blocking launches and
+under compute-sanitizer.
 
 python bench/runtime/gpu_tests.py --out bench/results/h200-runtime-tests.json
 """
@@ -15,12 +16,18 @@ from pathlib import Path
 
 import torch
 
-TESTS = ["tests/runtime", "tests/e2e/test_open_cases_cuda.py"]
-SANITIZED = ["tests/runtime/test_pager_cuda.py", "-k", "short"]
-SANITIZER = ["compute-sanitizer", "--tool", "memcheck"]
+CASES = "tests/e2e/test_open_cases_cuda.py"
+MACHINE = ["tests/runtime/test_pager_cuda.py", "-k", "short"]
+# What stands before python, and what comes after pytest.
+RUNS = (
+    ([], ["tests/runtime", CASES]),
+    (["env", "CUDA_LAUNCH_BLOCKING=1"], MACHINE),
+    (["env", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"], [CASES, "-k", "case_76"]),
+    (["compute-sanitizer", "--tool", "memcheck"], MACHINE),
+)
 
 
-def run_tests(arguments: list[str], *, under: list[str], limit_seconds: float) -> dict:
+def run_tests(under: list[str], arguments: list[str], limit_seconds: float) -> dict:
     """One pytest run: its command, what each test did, and the last lines it printed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -60,8 +67,8 @@ def main() -> int:
         "command": " ".join(["python", *sys.argv]),
         "runs": [],
     }
-    for arguments, under in ((TESTS, []), (SANITIZED, SANITIZER)):
-        results["runs"].append(run_tests(arguments, under=under, limit_seconds=options.seconds))
+    for under, arguments in RUNS:
+        results["runs"].append(run_tests(under, arguments, options.seconds))
         print(json.dumps(results["runs"][-1], indent=1), flush=True)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(results, indent=1) + "\n")

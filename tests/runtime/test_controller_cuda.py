@@ -1,6 +1,7 @@
 """The whole runtime on real streams: forwards that run late read exactly what they were promised."""
 
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -173,4 +174,16 @@ def test_case_73_a_page_is_handed_out_only_when_its_write_back_is_complete():
     reader = LateReader(host, runtime.tables)
     reader.forward()
     assert int(reader.errors) == 0
+    runtime.close()
+
+
+def test_case_78_the_process_stays_as_large_over_fifty_cycles():
+    runtime, _ = make_runtime(3200)
+    resident = []
+    for _ in range(50):
+        runtime.set_bits(2)
+        runtime.set_bits(6)
+        resident.append(int(Path("/proc/self/statm").read_text().split()[1]))
+    assert max(resident[2:]) <= 1.05 * resident[2], resident
+    assert runtime.snapshot().moves.lowered_rows >= 50 * LAYOUT.rows
     runtime.close()
