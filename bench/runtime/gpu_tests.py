@@ -1,5 +1,6 @@
-"""The runtime's tests on real streams, as a file that says what passed; its state machine also with blocking launches and
-under compute-sanitizer.
+"""The runtime's tests on real streams, as a file that says what passed.
+
+The state machine runs with blocking launches and under compute-sanitizer too.
 
 python bench/runtime/gpu_tests.py --out bench/results/h200-runtime-tests.json
 """
