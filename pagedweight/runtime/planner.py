@@ -71,7 +71,9 @@ def plan_from_queue(table: TableSnapshot, observation: Observation, policy: Poli
     earlier target stopped. None when no plan of the queue leads on from the present widths and provides the target, or
     a damage limit is set: then plan_step has to be asked.
     """
-    table, observation, _, names = canonical(table, observation, policy)
+    names = None
+    if not policy.experts.in_order:  # the queue was made of rows in order
+        table, observation, _, names = canonical(table, observation, policy)
     target = release_target_bytes(table, observation)
     if target == 0:
         return EMPTY_PLAN

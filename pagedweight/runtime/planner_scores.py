@@ -52,7 +52,9 @@ def score_actions(table: TableSnapshot, observation: Observation, policy: Policy
 
 def committed_index(table: TableSnapshot) -> np.ndarray:
     """(R,) index of each row's committed width."""
-    return np.searchsorted(table.widths, table.committed).astype(np.int8)
+    index = np.zeros(table.widths[-1] + 1, dtype=np.int8)
+    index[list(table.widths)] = np.arange(len(table.widths))
+    return index.take(table.committed)
 
 
 def bytes_above(table: TableSnapshot, index: np.ndarray) -> np.ndarray:

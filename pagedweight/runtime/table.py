@@ -102,7 +102,10 @@ class PageTable:
 
     def busy(self) -> np.ndarray:
         """bool (R,), rows with a page in transfer."""
-        return (self.state >= _TO_GPU).any(1)
+        # Few pages are: looking for them is ten times as fast as reducing every row.
+        moving = np.zeros(len(self.state), dtype=bool)
+        moving[np.flatnonzero(self.state >= _TO_GPU) // self.state.shape[1]] = True
+        return moving
 
     def advance(self) -> None:
         """One boundary has passed."""
