@@ -31,6 +31,7 @@ _SHORTEST_WAIT_PERIODS, _LONGEST_WAIT_PERIODS = 4, 32
 # Launching a raise takes the host about 50 us (bench_pager on an H200), more where frames have to move for its table:
 # all at once, many rows would hold up a forward.
 _RAISES_PER_BOUNDARY = 32
+_STEPS_PER_RAISE = 2  # mean widths that a row rises by at once
 # Pressure that comes back soon is a rhythm, such as bursts of short prompts; a slower one than this is followed.
 _LONGEST_HOLD_STEPS = 64
 
@@ -71,7 +72,9 @@ class Planning:
         self._worker = PlanWorker(background=background)
         step_bytes = np.diff(table.snapshot().bytes, axis=1)  # empty where a model has one width
         mean_bytes = step_bytes.sum() / max(1, step_bytes.size)
-        self._most_raised_bytes = max(int(_RAISES_PER_BOUNDARY * mean_bytes), int(step_bytes.max(initial=0)))
+        self._most_raised_bytes = max(
+            int(_RAISES_PER_BOUNDARY * _STEPS_PER_RAISE * mean_bytes), int(step_bytes.max(initial=0))
+        )
         self.queue = ReadyQueue(table, policy, self._worker, trace)
         self._signals_at = 0
         self._fruitless: tuple[int, ...] | None = None
