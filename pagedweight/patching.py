@@ -11,7 +11,7 @@ from torch import nn
 
 from pagedweight.checkpoint import FOLDER, Checkpoint, CheckpointError
 from pagedweight.discovery import ExpertsModule, find_experts, refuse_old_device
-from pagedweight.integrations.hf_hooks import add_boundary_hooks
+from pagedweight.integrations.hf_hooks import add_boundary_hooks, batching_methods
 from pagedweight.layout import Layout, Projection
 from pagedweight.patching_model import PagedModel
 from pagedweight.patching_pages import PageStore, layout_of, quantize_layer
@@ -169,10 +169,9 @@ def install(model: nn.Module, paged: PagedModel, originals: list[ExpertsModule])
     if getattr(model, "_compiled_call", None) is not None:
         model._compiled_call = None  # compiled with the dense experts
     paged.replaced = originals
-    paged.hooks = add_boundary_hooks(model, paged)
+    saving = {"save_pretrained": saver(model)} if hasattr(model, "save_pretrained") else {}
+    paged.hooks = add_boundary_hooks(model, paged, **saving, **batching_methods(model, paged))
     model.pagedweight = paged
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained = saver(model)
 
 
 def unpatch(model: nn.Module) -> nn.Module:
@@ -189,5 +188,4 @@ def unpatch(model: nn.Module) -> nn.Module:
         paged.hooks.take_off()
         paged.close()
         del model.pagedweight
-        model.__dict__.pop("save_pretrained", None)
     return model

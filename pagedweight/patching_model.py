@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -14,6 +14,7 @@ from pagedweight.discovery import ExpertsModule
 from pagedweight.experts import PagedExperts, TokenSlots
 from pagedweight.integrations.hf_hooks import Hooks
 from pagedweight.integrations.kv_pool import KVPool
+from pagedweight.integrations.kv_sectors import KVSectors
 from pagedweight.layout import BlockId, Layout, Projection, RoutingStats
 from pagedweight.patching_pages import PageStore
 from pagedweight.patching_sizes import Sizes
@@ -21,7 +22,7 @@ from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
 from pagedweight.runtime.controller import Runtime
 from pagedweight.runtime.controller_report import RuntimeSnapshot
-from pagedweight.runtime.frames import Arena
+from pagedweight.runtime.frames import Arena, OutOfFrames
 from pagedweight.runtime.kv import ArenaGauge
 from pagedweight.runtime.observe import forecast_blocks
 from pagedweight.runtime.transfer import ImmediateEngine
@@ -79,6 +80,10 @@ class PagedModel:
         self._collect()
         return self._runtime.snapshot()
 
+    def glance(self) -> RuntimeSnapshot:
+        """snapshot() for another thread than the one that runs the model: waits for its boundary and frees nothing."""
+        return self._runtime.snapshot()
+
     def explain(
         self, layer: int | BlockId | None = None, expert: int | None = None, projection: Projection | str | None = None
     ) -> str:
@@ -102,6 +107,22 @@ class PagedModel:
                 "patch with RuntimeConfig(budget_bytes=...) to keep the KV cache beside them"
             )
         return ArenaCache(self.kv, self._model_config)
+
+    def lend_sectors(self, unit_bytes: int, reserved: int, most: int | None = None) -> KVSectors:
+        """Runs of frames for an engine that knows its KV blocks by number, as KVSectors has them.
+
+        Widths fall to the floor and come back, so that the reserved sectors stand right behind the tables of the floor.
+        """
+        self._collect()
+        before = self._runtime.snapshot().bits
+        self._runtime.set_bits(self.layout.floor_width)
+        try:
+            return KVSectors(self.kv, unit_bytes, reserved, most)
+        except OutOfFrames as error:
+            raise ValueError(f"the budget is too small for continuous batching: {error}") from error
+        finally:
+            with suppress(OutOfFrames):  # with less room than before, those that fit
+                self._runtime.set_bits(before)
 
     def set_bits(self, bits: np.ndarray | int) -> None:
         """Bring every linear-block to a width (one, or one for each row) now; later boundaries may change it again.

@@ -4,5 +4,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python3 -m venv build/transformers-5.9
 build/transformers-5.9/bin/python -m pip install --quiet --constraint <(grep -v '^\(transformers\|tokenizers\|huggingface\)' constraints-cpu.txt) \
-    -e '.[dev]' 'transformers==5.9.*'
+    -e '.[hf]' hypothesis psutil pytest pytest-timeout pytest-xdist 'transformers==5.9.*'
 build/transformers-5.9/bin/python -m pytest -q -n 2 tests/integrations tests/test_patching.py "$@"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,6 +19,8 @@ PADDING = -1
 CACHE_NAMES = ("past_key_values", "cache")
 # transformers' continuous batching: sequences one after the other in a single row, and where each of them begins.
 PACKED = "cu_seq_lens_q"
+# Where transformers cuts the memory of continuous batching into sectors, from 5.18 on.
+SECTORS = "transformers.generation.continuous_batching.cache_allocators"
 
 
 class ForwardCache(Protocol):
@@ -34,6 +38,7 @@ class Boundary(Protocol):
 
     slots: TokenSlots
     max_requests: int
+    kv: object | None
 
     def forward_cache(self, cache: object) -> ForwardCache | None:
         """The cache when it lives in this model's arena, None for any other; ValueError for another model's."""
@@ -44,29 +49,80 @@ class Boundary(Protocol):
     def begin_requests(self, batch: int) -> None: ...
 
 
+class Replacement(NamedTuple):
+    """A method of one model that ours stands in for; before: what stood on the object itself, None for its class's."""
+
+    name: str
+    ours: Callable
+    before: Callable | None
+
+    @classmethod
+    def put(cls, model: nn.Module, name: str, ours: Callable) -> Replacement:
+        before = vars(model).get(name)
+        setattr(model, name, ours)
+        return cls(name, ours, before)
+
+    def take_off(self, model: nn.Module) -> None:
+        """What stood there before comes back, unless somebody has put another in our place."""
+        if vars(model).get(self.name) is not self.ours:
+            return
+        delattr(model, self.name)
+        if self.before is not None:
+            setattr(model, self.name, self.before)
+
+
 class Hooks(NamedTuple):
-    """What a patched model carries; take_off() removes it. prepares: whether generate's preparation is ours."""
+    """What a patched model carries; take_off() removes it."""
 
     forward: BeforeForward
     handle: RemovableHandle
     model: weakref.ref[nn.Module]
-    prepares: bool
+    replaced: Sequence[Replacement]
 
     def take_off(self) -> None:
         self.handle.remove()
-        if self.prepares:
-            vars(self.model()).pop("prepare_inputs_for_generation", None)
+        for replacement in self.replaced:
+            replacement.take_off(self.model())
 
 
-def add_boundary_hooks(model: nn.Module, runtime: Boundary) -> Hooks:
-    """Call the boundary before every forward of the model, generate's and direct ones alike."""
+def add_boundary_hooks(model: nn.Module, runtime: Boundary, **methods: Callable) -> Hooks:
+    """Call the boundary before every forward of the model, generate's and direct ones alike.
+
+    methods: by name, what else stands in for the model's own until take_off().
+    """
     before = BeforeForward(runtime)
     own = weakref.ref(model)  # the model holds what is made here: a reference back would keep its memory
     # One that somebody put on the model stays: the forward's own hook is enough.
-    prepares = hasattr(model, "prepare_inputs_for_generation") and "prepare_inputs_for_generation" not in vars(model)
-    if prepares:
-        model.prepare_inputs_for_generation = _preparing(own, before)
-    return Hooks(before, model.register_forward_pre_hook(before, with_kwargs=True), own, prepares)
+    if hasattr(model, "prepare_inputs_for_generation") and "prepare_inputs_for_generation" not in vars(model):
+        methods["prepare_inputs_for_generation"] = _preparing(own, before)
+    replaced = [Replacement.put(model, name, ours) for name, ours in methods.items()]
+    return Hooks(before, model.register_forward_pre_hook(before, with_kwargs=True), own, replaced)
+
+
+def batching_methods(model: nn.Module, runtime: Boundary) -> dict[str, Callable]:
+    """What stands in for the model's own methods so that continuous batching keeps its cache in the arena.
+
+    Before 5.18 transformers does not let a cache live there: what it gives then has memory of its own, with a warning.
+    """
+    name = "init_continuous_batching"
+    if not hasattr(model, name) or name in vars(model):
+        return {}
+    own, paged = weakref.ref(model), weakref.ref(runtime)
+
+    def init_continuous_batching(*args: object, **kwargs: object) -> object:
+        if find_spec(SECTORS) is not None:
+            from pagedweight.integrations.hf_batching import manager_in_arena
+
+            return manager_in_arena(own(), paged(), *args, **kwargs)
+        if paged().kv is not None:
+            warnings.warn(
+                "this transformers' continuous batching has cache memory of its own, beside budget_bytes, and weights "
+                "make no room in it; with transformers 5.18 or later it lives in the budget",
+                stacklevel=2,
+            )
+        return type(own()).init_continuous_batching(own(), *args, **kwargs)
+
+    return {name: init_continuous_batching}
 
 
 def _preparing(model: weakref.ref[nn.Module], before: BeforeForward) -> Callable[..., dict]:
@@ -95,17 +151,28 @@ class BeforeForward:
     def __init__(self, runtime: Boundary) -> None:
         self._runtime = runtime
         self._called_ahead = False
+        self._ahead_of: weakref.ref[torch.Tensor] | None = None
+        self._scheduled = False
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self._called_ahead:
-            self._called_ahead = False
-        elif not torch.compiler.is_exporting():
+        ahead, self._called_ahead = self._called_ahead, False
+        if ahead and not torch.compiler.is_compiling():
+            # Inputs may have been prepared for a forward that never came.
+            came = inputs_of(args, kwargs)
+            ahead = came is None or self._ahead_of is None or self._ahead_of() is came
+        if not ahead and not torch.compiler.is_exporting():
             self._boundary(args, kwargs)
 
     def ahead(self, args: tuple, kwargs: dict, first: bool | None = None) -> None:
         """The boundary of the coming forward, now. first: whether its sequences begin; by default the cache says it."""
         self._boundary(args, kwargs, first)
         self._called_ahead = True
+        coming = inputs_of(args, kwargs)
+        self._ahead_of = None if coming is None else weakref.ref(coming)
+
+    def scheduled(self) -> None:
+        """The boundary of the coming forward over packed sequences was called where they were put together."""
+        self._scheduled = True
 
     @torch.compiler.disable(
         reason="pages move between graphs, not inside one: call model.pagedweight.before_forward(...) before a forward "
@@ -120,7 +187,7 @@ class BeforeForward:
             return
         if kwargs.get(PACKED) is not None:
             set_packed_slots(runtime.slots, kwargs[PACKED], shape[1], runtime.max_requests)
-            runtime.boundary()
+            self._packed_boundary()
             return
         batch = shape[0]
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
@@ -137,12 +204,22 @@ class BeforeForward:
         if first:
             runtime.begin_requests(batch)
 
+    def _packed_boundary(self) -> None:
+        scheduled, self._scheduled = self._scheduled, False
+        # While a graph is captured nothing may move.
+        if not scheduled and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            self._runtime.boundary()
+
+
+def inputs_of(args: tuple, kwargs: dict) -> torch.Tensor | None:
+    """Ids or embeddings of a forward, None when it has neither."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    return kwargs.get("inputs_embeds") if ids is None else ids
+
 
 def new_tokens(args: tuple, kwargs: dict) -> tuple[int, int] | None:
     """(batch, new tokens per sequence) of a forward, None when it has neither ids nor embeddings."""
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    if ids is None:
-        ids = kwargs.get("inputs_embeds")
+    ids = inputs_of(args, kwargs)
     return None if ids is None else (ids.shape[0], ids.shape[1])
 
 

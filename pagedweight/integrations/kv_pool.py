@@ -12,7 +12,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
-from pagedweight.runtime.frames import KV_OWNER, Arena, OutOfFrames
+from pagedweight.runtime.frames import FIXED_KV_OWNER, KV_OWNER, Arena, OutOfFrames
 
 
 class SlabShape(NamedTuple):
@@ -96,6 +96,16 @@ class Weights(Protocol):
         """int64 ids of frames for KV. Raises OutOfFrames."""
         ...
 
+    def allocate_kv_window(self, frames: int, origin: int) -> int:
+        """First id of contiguous frames for KV, a whole number of times their number from origin on. Raises
+        OutOfFrames."""
+        ...
+
+    @property
+    def releasable_bytes(self) -> int:
+        """What weights could still give up."""
+        ...
+
 
 class KVPool:
     """Where the caches of one model take their frames.
@@ -154,6 +164,31 @@ class KVPool:
         """int64 (count,) ids of frames for the holdings, made free first if need be. Raises OutOfFrames."""
         self.collect()
         return holdings.take(count, self._allocate)
+
+    def take_window(self, holdings: FrameHoldings, count: int, origin: int) -> np.ndarray:
+        """int64 (count,) ids of contiguous frames that never move, a whole number of times count from origin on; what
+        is there moves, and weights give bytes up if need be. Raises OutOfFrames."""
+        self.collect()
+
+        def allocate(frames: int) -> np.ndarray:
+            first = self._weights.allocate_kv_window(frames, origin)
+            return np.arange(first, first + frames)
+
+        return holdings.take(count, allocate)
+
+    def take_run(self, holdings: FrameHoldings, count: int) -> np.ndarray:
+        """int64 (count,) ids of the lowest contiguous frames that are free; they never move. Raises OutOfFrames."""
+
+        def allocate(frames: int) -> np.ndarray:
+            first = self.arena.allocate_run(frames, FIXED_KV_OWNER)
+            return np.arange(first, first + frames)
+
+        return holdings.take(count, allocate)
+
+    @property
+    def obtainable_bytes(self) -> int:
+        """Bytes that are free or that weights could still give up."""
+        return self.arena.free_bytes + (0 if self._weights is None else self._weights.releasable_bytes)
 
     def make_free(self, count: int) -> None:
         """See to it that so many frames are free. Raises OutOfFrames, and no cache is changed."""
