@@ -87,9 +87,9 @@ def judge(machine: Machine) -> list[Check]:
 
 
 def _packages(machine: Machine) -> Iterator[Check]:
-    for name, least in machine.required.items():
-        found = machine.packages.get(name)
-        if name not in PACKAGES or name in ("triton", "vllm"):
+    for name, found in machine.packages.items():
+        least = machine.required.get(name, "0")
+        if name in ("triton", "vllm"):
             continue
         if found is None and name in ("transformers", "accelerate"):
             yield Check(name, NOTE, "not installed", "models are loaded with it; pip install 'pagedweight[hf]'")

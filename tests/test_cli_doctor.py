@@ -71,6 +71,10 @@ def test_versions_are_read_with_any_ending(version: tuple[int, int, int], ending
     assert numbers(".".join(map(str, version)) + ending)[:3] == version
 
 
+def test_versions_are_told_where_the_package_is_not_installed_but_only_on_the_path() -> None:
+    assert {c.name: c.state for c in judge(HOPPER._replace(required={}))}["torch"] == GOOD
+
+
 def test_this_machine_is_looked_at() -> None:
     machine = look()
     assert machine.packages["torch"]
