@@ -14,8 +14,10 @@ from pagedweight.cli_doctor import doctor
 from pagedweight.cli_eval import evaluate
 from pagedweight.cli_inspect import inspect
 from pagedweight.cli_plan import plan, replay
-from pagedweight.cli_quantize import calibrate, quantize
+from pagedweight.cli_quantize import calibrate, convert, quantize
 from pagedweight.cli_report import report
+from pagedweight.cli_serve import serve
+from pagedweight.cli_top import top
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 done, and the answer is no (doctor, replay); 2 bad input or a missing extra, in one "
@@ -75,11 +77,14 @@ def demo(
 
 app.command()(quantize)
 app.command()(calibrate)
+app.command()(convert)
 app.command()(plan)
 app.command()(replay)
 app.command()(doctor)
 app.command()(inspect)
 app.command()(report)
+app.command()(serve)
+app.command()(top)
 app.command("eval")(evaluate)
 
 

@@ -1,4 +1,4 @@
-"""`pagedweight quantize` and `pagedweight calibrate`: a model to pages, and pages to a policy."""
+"""`pagedweight quantize`, `calibrate` and `convert`: a model to pages, pages to a policy, tables to other codebooks."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ def calibrate(
     method: Annotated[str, typer.Option(help="gradient, or forward where a backward pass does not fit.")] = "gradient",
     heads: Annotated[str, typer.Option(help="Residual heads: paper, centered, or better of the two.")] = "better",
     windows: WindowsOption = 128,
+    device: Annotated[str | None, typer.Option(help="Where to work; the GPU if there is one.")] = None,
     search_windows: Annotated[int, typer.Option(min=0, help="Windows for the policy search; 0 leaves it out.")] = 6,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
@@ -111,12 +112,32 @@ def calibrate(
                 model=model,
                 statistics=statistics,
                 windows=windows,
+                device=device,
                 options=options,
                 progress=progress,
             )
     except (ValueError, OSError) as error:
         raise fail(" ".join(str(error).split())) from error
     _print(_calibrated(checkpoint, notes, time.monotonic() - began), as_json)
+
+
+def convert(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder that quantize wrote.", file_okay=False)],
+    out: Annotated[Path, typer.Argument(help="Folder to write.", file_okay=False)],
+    codebook: Annotated[list[str], typer.Option(help="A width to convert, as WIDTH=lut16. Repeatable.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Write a quantized folder again with 16-bit tables at some widths; every value stays what it is."""
+    from pagedweight.cli_bars import bars
+    from pagedweight.saving_convert import convert as run
+
+    began = time.monotonic()
+    try:
+        with bars() as progress:
+            folder = run(checkpoint, out, _codebooks(codebook), progress=progress)
+    except (ValueError, OSError) as error:
+        raise fail(" ".join(str(error).split())) from error
+    _print(_converted(folder, time.monotonic() - began), as_json)
 
 
 def _widths(text: str) -> tuple[int, ...]:
@@ -150,6 +171,19 @@ def _quantized(folder: Path, level: str, notes: list[str], seconds: float) -> di
         "weights": layout.weights(),
         "bytes_by_width": bytes_by_width(layout),
         "warnings": notes,
+        "seconds": round(seconds, 1),
+    }
+
+
+def _converted(folder: Path, seconds: float) -> dict[str, object]:
+    from pagedweight.checkpoint import Checkpoint
+
+    layout = Checkpoint.open(folder).layout
+    return {
+        "folder": str(folder),
+        "codebooks": dict(layout.codebooks),
+        "bytes_by_width": bytes_by_width(layout),
+        "warnings": [],
         "seconds": round(seconds, 1),
     }
 
@@ -192,7 +226,7 @@ def _print(summary: dict[str, object], as_json: bool) -> None:
         return
     for name, value in summary.items():
         if isinstance(value, dict):
-            value = ", ".join(f"{key} bits: {count:,}" for key, count in value.items())
+            value = ", ".join(f"{k} bits: {v:,}" if isinstance(v, int) else f"{k} bits: {v}" for k, v in value.items())
         if name == "warnings":
             continue
         typer.echo(

@@ -69,7 +69,7 @@ def quantized_blocks(
                 s_bar = (shape.experts * sensitivity(weight, packed, weighed)).cpu().numpy()
             else:
                 s_bar = np.array(stakes[projection].s_bar(expert, weight, packed, settings.widths))
-            yield QuantizedBlock(names[projection][expert], on_host(packed), s_bar)
+            yield QuantizedBlock(names[projection][expert], moved(packed, "cpu"), s_bar)
 
 
 def _stacked(importance: Importance, names: list[BlockId], weight: Tensor) -> Tensor | None:
@@ -81,9 +81,10 @@ def _stacked(importance: Importance, names: list[BlockId], weight: Tensor) -> Te
     return torch.stack([(ones if s is None else s.to(weight.device)).expand(weight.shape[1:]) for s in given])
 
 
-def on_host(packed: PackedBlock) -> PackedBlock:
-    tables = {bits: table.cpu() for bits, table in packed.tables.items()}
-    return PackedBlock(packed.planes.cpu(), tables, packed.columns)
+def moved(packed: PackedBlock, device: torch.device | str) -> PackedBlock:
+    """The same on another device."""
+    tables = {bits: table.to(device) for bits, table in packed.tables.items()}
+    return PackedBlock(packed.planes.to(device), tables, packed.columns)
 
 
 def routing_mass(shape: MoeLayer, layer_index: int, measured: Measured | None) -> np.ndarray:

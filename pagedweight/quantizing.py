@@ -25,9 +25,10 @@ from pagedweight.patching_quantize import Importance
 from pagedweight.quant.levels import Settings, check_level
 from pagedweight.quantizing_tuned import DRAFT, write_tuned
 from pagedweight.saving import load_dense
+from pagedweight.saving_hub import local_folder
 from pagedweight.saving_names import UnknownConversion
 from pagedweight.saving_quantize import Job, Progress, write_folder
-from pagedweight.saving_source import FolderSource, ModelSource, Source, local_folder
+from pagedweight.saving_source import FolderSource, ModelSource, Source, chosen_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -74,7 +75,7 @@ def quantize(
     folder = local_folder(model_or_path) if isinstance(model_or_path, str | Path) else None
     if folder is not None and out.exists() and folder.samefile(out):
         raise ValueError(f"{out} holds the model itself; write to another folder")
-    device = _device(device)
+    device = chosen_device(device)
     if not isinstance(calibration, Statistics | None):
         calibration = windows_of(calibration, lambda: tokenizer or _tokenizer(folder), count=windows)
     source = _source(model_or_path if folder is None else folder, device)
@@ -89,16 +90,6 @@ def quantize(
         write_folder(_weighed(job._replace(recipe=job.recipe | digest), calibration))
     shutil.rmtree(out / DRAFT, ignore_errors=True)
     return out
-
-
-def _device(name: torch.device | str | None) -> torch.device:
-    """The device of that name, the GPU if there is one by default. ValueError when torch has none such here."""
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device is {str(name)!r} ({error}); give one that torch has here") from error
-    return device
 
 
 def _recipe(source: Source, settings: Settings, importance: Importance | None) -> dict[str, str]:

@@ -94,6 +94,8 @@ class FolderSource:
             for name in (*experts.storage.names, *_bias_names(experts))
         }
         self._pieces = pieces_by_target(self._folder, self._model, self._shapes)
+        for pieces in self._pieces.values():
+            self._dtype(pieces)  # what cannot be read is refused before hours of work
 
     def identity(self) -> str:
         return self._folder.identity()
@@ -200,16 +202,11 @@ def _meta_model(folder: Path) -> PreTrainedModel:
         return kind.from_config(config) if kind is transformers.AutoModelForCausalLM else kind(config)
 
 
-def local_folder(name_or_path: str | Path) -> Path:
-    """The folder of a model: a path, or what the Hub has under that name, downloaded.
-
-    ValueError when there is no such folder.
-    """
-    path = Path(name_or_path)
-    if path.is_dir():
-        return path
-    if path.is_absolute() or path.exists() or len(path.parts) > 2:
-        raise ValueError(f"there is no folder {name_or_path}; give a model's folder or its name on the Hub")
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(str(name_or_path), allow_patterns=["*.safetensors", "*.json", *COMPANIONS]))
+def chosen_device(name: torch.device | str | None) -> torch.device:
+    """The device of that name, the GPU if there is one by default. ValueError when torch has none such here."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device is {str(name)!r} ({error}); give one that torch has here") from error
+    return device

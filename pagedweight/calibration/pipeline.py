@@ -26,7 +26,9 @@ from pagedweight.calibration.text import Text, Windows, windows_of
 from pagedweight.checkpoint import FOLDER, Checkpoint
 from pagedweight.discovery import ExpertsModule, find_experts
 from pagedweight.layout import BlockId, Layout, PackedBlock, Projection
+from pagedweight.patching_quantize import moved
 from pagedweight.policy import Policy
+from pagedweight.saving_source import chosen_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -105,6 +107,7 @@ def calibrate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     windows: int = 128,
     length: int = 512,
+    device: torch.device | str | None = None,
     options: Options | None = None,
     write: bool = True,
     progress: Progress = lambda step, done, total: None,
@@ -115,6 +118,7 @@ def calibrate(
     statistics: of the same model, measured before, or the folder they were saved in; taken from data by default.
     windows, length: at most that many windows of that many tokens are used.
     model: the unquantized model, or where it is; by default the checkpoint at its parent width stands in for it.
+    device: where a model that is loaded here works; the GPU if there is one. A model in memory stays where it is.
     write: put policy.* and calibration.json beside the pages. progress: called with (step, done, total).
     ValueError, before a model is loaded, when the text will not do or the statistics are of another model.
     """
@@ -123,13 +127,18 @@ def calibrate(
     check_method(options.method, options.labels)
     if options.heads not in HEADS:
         raise ValueError(f"heads is {options.heads!r}; use one of {', '.join(HEADS)}")
+    device = model.device if isinstance(model, nn.Module) else chosen_device(device)
     data = windows_of(data, lambda: tokenizer or _tokenizer(checkpoint), length=length, count=windows)
     if isinstance(statistics, str | Path):
-        statistics = load_statistics(statistics)
+        statistics = load_statistics(statistics, device)
     if statistics is not None:
         statistics.check_layers(opened.layout.moe_layers)
-    dense = _dense(checkpoint, model)
-    result = calibrate_model(dense, opened.layout, opened.block, data, options, progress, statistics)
+    dense = model if isinstance(model, nn.Module) else _dense(checkpoint, model).to(device)
+
+    def block(one: BlockId) -> PackedBlock:
+        return moved(opened.block(one), device)
+
+    result = calibrate_model(dense, opened.layout, block, data, options, progress, statistics)
     if write:
         result.write(Path(checkpoint) / FOLDER)
     return result.policy
@@ -238,10 +247,8 @@ def _tokenizer(checkpoint: str | Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(checkpoint)
 
 
-def _dense(checkpoint: str | Path, model: PreTrainedModel | str | Path | None) -> PreTrainedModel:
+def _dense(checkpoint: str | Path, model: str | Path | None) -> PreTrainedModel:
     """The unquantized model, or the checkpoint's own parent-width weights as a dense model."""
-    if isinstance(model, nn.Module):
-        return model
     if model is not None:
         from transformers import AutoModelForCausalLM
 

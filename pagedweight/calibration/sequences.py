@@ -132,7 +132,10 @@ def measure_sequences(
     advance: Callable[[int], None] = lambda sequences: None,
 ) -> SequenceDamage:
     """observe_sequences with damage. statistics: of the same model. block: the packed linear-blocks."""
-    importances = [layer_importance(statistics, index) for index in range(len(found))]
+    importances = [
+        tuple(own.on(experts.device) for own in layer_importance(statistics, index))
+        for index, experts in enumerate(found)
+    ]
     sums = _DamageSums(layout, len(windows.tokens), [experts.module for experts in found], importances, block)
     _run(model, found, windows, rows, sums, advance)
     return SequenceDamage(sums.damage.numpy(), sums.energy.numpy(), *sums.signals())
