@@ -11,11 +11,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from bench.e2e.decoding import Mark
-from bench.timing import capture
 
 WHOLE_CACHE = "whole_cache"
 WARM_UP_STEPS = 2
 KERNELS_LISTED = 40
+RECOMPILE_LIMIT = 32  # kinds of experts, and one sequence or more
 
 
 def attend_to_whole_cache() -> None:
@@ -23,6 +23,42 @@ def attend_to_whole_cache() -> None:
     with one, torch takes a kernel that reads the keys of a head by a single multiprocessor."""
     AttentionInterface.register(WHOLE_CACHE, sdpa_attention_forward)
     AttentionMaskInterface.register(WHOLE_CACHE, lambda *args, **kwargs: None)
+
+
+class PlainCache(StaticCache):
+    """A static cache whose layers share one position, which the caller moves on: transformers' own compute it anew in
+    each. Compiled layers call it as ordinary Python, or their numbers would each be compiled for."""
+
+    position: torch.Tensor
+
+    def share_position(self) -> None:
+        self.position = torch.zeros(1, dtype=torch.int64, device=self.layers[0].keys.device)
+        for layer in self.layers:
+            layer.cumulative_length = self.position[0]
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = self.layers[layer_idx]
+        layer.keys.index_copy_(2, self.position, key_states)
+        layer.values.index_copy_(2, self.position, value_states)
+        return layer.keys, layer.values
+
+
+def compile_layers(model: PreTrainedModel, *, experts_too: bool) -> None:
+    """Let torch.compile fuse what is small in every decoder layer; the cache stays as it is, and experts unless told.
+
+    Call it again when experts have been replaced; what is compiled already is used again.
+    """
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # or a graph for each layer's number
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    for layer in model.model.layers:
+        experts = layer.mlp.experts
+        vars(experts).pop("forward", None)
+        if not experts_too:
+            experts.forward = torch.compiler.disable(experts.forward)
+        layer.compile(dynamic=True)
 
 
 class CapturedDecoding:
@@ -49,8 +85,7 @@ class CapturedDecoding:
     def restart(self, steps: int) -> None:
         """From the first tokens again, with so many steps to go before the cache is full."""
         self.ids.copy_(self._first_ids)
-        for layer in self.cache.layers:
-            layer.cumulative_length.fill_(self.context_tokens - steps)
+        self.cache.position.fill_(self.context_tokens - steps)
 
     def step(self) -> None:
         if self._graph is None:
@@ -90,24 +125,35 @@ class CapturedDecoding:
     @torch.no_grad()
     def _forward(self) -> None:
         output = self.model(input_ids=self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.cache.position.add_(1)
         self.logits = output.logits[:, -1]
         self.ids.copy_((self.logits.argmax(-1, keepdim=True) + self._offsets) % self._vocabulary)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         self.restart(WARM_UP_STEPS + 1)
-        graph = capture(self._forward, WARM_UP_STEPS)
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_STEPS):
+                self._forward()
+        stream.synchronize()
+        # On the same stream: cuBLAS keeps a workspace for each that it is called on.
+        with torch.cuda.graph(graph, stream=stream):
+            self._forward()
         torch.cuda.synchronize()
         return graph
 
 
-def drawn_cache(model: PreTrainedModel, batch: int, tokens: int) -> StaticCache:
+def drawn_cache(model: PreTrainedModel, batch: int, tokens: int) -> PlainCache:
     """Random keys and values in every slot."""
     config = model.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     like = torch.empty(batch, config.num_key_value_heads, 1, head, dtype=model.dtype, device=model.device)
-    cache = StaticCache(config=config, max_cache_len=tokens)
+    cache = PlainCache(config=config, max_cache_len=tokens)
+    drawn = torch.Generator(model.device).manual_seed(1)
     for layer in cache.layers:
         layer.lazy_initialization(like, like)
-        layer.keys.normal_()
-        layer.values.normal_()
+        layer.keys.normal_(generator=drawn)
+        layer.values.normal_(generator=drawn)
+    cache.share_position()
     return cache

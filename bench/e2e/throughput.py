@@ -26,7 +26,7 @@ import transformers
 import triton
 from transformers import PreTrainedModel
 
-from bench.e2e.captured import WHOLE_CACHE, CapturedDecoding, attend_to_whole_cache
+from bench.e2e.captured import WHOLE_CACHE, CapturedDecoding, attend_to_whole_cache, compile_layers
 from bench.e2e.drawn import Drawn, dense_model, draw, emptied
 from bench.e2e.throughput_check import error_of, step_logits, twin_logits
 from bench.e2e.throughput_moving import moving_row
@@ -42,13 +42,14 @@ ERROR_LIMIT = 2e-2  # of the largest logit, in bf16
 class Setting(NamedTuple):
     """Of every row. rounds: how often uniform and mixed take turns; steps: of each time.
 
-    profiled: batches whose kernels are listed too.
+    profiled: batches whose kernels are listed too. compiled: what is small in each layer is fused by torch.compile.
     """
 
     context_tokens: int
     steps: int
     rounds: int
     profiled: tuple[int, ...] = ()
+    compiled: bool = False
 
 
 def measured(decoding: CapturedDecoding, setting: Setting) -> list[float]:
@@ -82,6 +83,7 @@ def kernels_of(decoding: CapturedDecoding, setting: Setting) -> dict:
 def fresh_peak(device: torch.device) -> None:
     if device.type == "cuda":
         gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()  # one for each stream that there ever was
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
@@ -110,12 +112,14 @@ def answers(name: str, device: str, batches: list[int], context_tokens: int) -> 
     return rows
 
 
-def without_hooks(drawn: Drawn, budget_bytes: int) -> PreTrainedModel:
+def without_hooks(drawn: Drawn, budget_bytes: int, *, compiled: bool = False) -> PreTrainedModel:
     """Patched, and its boundary left to the caller: a captured step has none inside."""
     spare = sequence_frames(drawn.kv_layers, drawn.store.host.sizes.frame_bytes, RuntimeConfig().block_tokens)
     budget_bytes += spare * drawn.store.host.sizes.frame_bytes
     model = drawn.patched(RuntimeConfig(budget_bytes=budget_bytes))
     model.pagedweight.hooks.take_off()
+    if compiled:
+        compile_layers(model, experts_too=False)
     return model
 
 
@@ -124,6 +128,8 @@ def dense_rows(model: PreTrainedModel, batches: list[int], setting: Setting) -> 
     rows = []
     for name, implementation in register_peers().items():
         model.set_experts_implementation(implementation)
+        if setting.compiled:
+            compile_layers(model, experts_too=name.startswith("HF"))
         for batch in batches:
             fresh_peak(model.device)
             decoding = CapturedDecoding(model, batch, setting.context_tokens)
@@ -137,7 +143,7 @@ def dense_rows(model: PreTrainedModel, batches: list[int], setting: Setting) -> 
 
 def paged_rows(drawn: Drawn, width: int, batches: list[int], setting: Setting) -> list[dict]:
     """Part 3, at the bytes of one uniform width."""
-    model = without_hooks(drawn, drawn.resident_bytes()[width])
+    model = without_hooks(drawn, drawn.resident_bytes()[width], compiled=setting.compiled)
     uniform = np.full(drawn.store.layout.rows, width)
     mixed, rows = mixed_bits(drawn, width), []
     kinds = {"uniform": uniform} if mixed is None else {"uniform": uniform, "mixed": mixed}
@@ -145,10 +151,12 @@ def paged_rows(drawn: Drawn, width: int, batches: list[int], setting: Setting) -
         fresh_peak(model.device)
         decoding = CapturedDecoding(model, batch, setting.context_tokens)
         took: dict[str, list[float]] = {kind: [] for kind in kinds}
+        listed: dict[str, dict] = {}
         for _ in range(setting.rounds):
             for kind, bits in kinds.items():
                 with model.pagedweight.held_at(bits):
                     took[kind] += measured(decoding, setting._replace(rounds=1))
+                    listed[kind] = kernels_of(decoding, setting)
         peak = peak_bytes(model.device)
         for kind, bits in kinds.items():
             held = {"bits": float(bits.mean()), "weight_bytes": held_bytes(drawn, bits)}
@@ -156,7 +164,7 @@ def paged_rows(drawn: Drawn, width: int, batches: list[int], setting: Setting) -
                 row_of(decoding, kind, took[kind], width=width, peak_reserved_bytes=peak, **held, **against(took, kind))
             )
             print(json.dumps(rows[-1]), flush=True)
-        rows[-1] |= kernels_of(decoding, setting)
+            rows[-1] |= listed[kind]
         del decoding
     return rows
 
@@ -223,10 +231,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", default=["answers", "dense", "paged", "moving"])
     parser.add_argument("--profile", type=int, nargs="+", default=[], help="batches whose kernels are listed")
+    parser.add_argument("--compiled", action="store_true", help="fuse what is small in each layer by torch.compile")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     attend_to_whole_cache()
-    setting = Setting(options.context, options.steps, options.rounds, tuple(options.profile))
+    if options.device == "cuda":
+        # Otherwise weights of 8 MiB stand two by two in segments of 20, and a tenth of the memory is for nothing.
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    setting = Setting(options.context, options.steps, options.rounds, tuple(options.profile), options.compiled)
     results = {
         "gpu": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "versions": [torch.__version__, triton.__version__, transformers.__version__],
@@ -251,7 +263,8 @@ def main() -> int:
         keep(results, "bars", bars(rows, dense), options.out)
     if "moving" in options.parts:
         budget = drawn.resident_bytes()[WIDTHS[-2]]
-        moved = [moving_row(without_hooks(drawn, budget), batch, setting.context_tokens) for batch in options.batches]
+        model = without_hooks(drawn, budget, compiled=setting.compiled)
+        moved = [moving_row(model, batch, setting.context_tokens) for batch in options.batches]
         keep(results, "moving", moved, options.out)
     return 0
 
