@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from bench.kernels.bench_decode import LABELS, Case, codebooks_of
-from bench.kernels.decode_layers import SHAPES
+from bench.kernels.decode_layers import SHAPES, Gate
 from pagedweight.kernels.decode.config import DecodeConfig, Hardware, ProductConfig, Workload, choose
 
 H200 = Hardware(232448, True)
@@ -57,17 +57,22 @@ def sweep() -> list[Case]:
     return cases
 
 
+def _of_the_table(shape: str, tokens: int, label: str, books: str) -> Case:
+    hidden, intermediate, experts, choices = SHAPES[shape]
+    widths = LABELS[label]
+    work = Workload(tokens, choices, experts, hidden, intermediate, widths, codebooks_of(books, widths))
+    return Case(shape, tokens, label, books, [choose(work, H200)])
+
+
 def chosen() -> list[Case]:
     """The table's settings, in frames and, for what frames cost, with one frame a plane."""
-    cases = []
-    for shape, counts in TOKENS.items():
-        hidden, intermediate, experts, choices = SHAPES[shape]
-        for books in ("fast", "lut16"):
-            for label in ("3", "4", "6", "mixed"):
-                for tokens in counts:
-                    widths = LABELS[label]
-                    work = Workload(tokens, choices, experts, hidden, intermediate, widths, codebooks_of(books, widths))
-                    cases.append(Case(shape, tokens, label, books, [choose(work, H200)]))
+    cases = [
+        _of_the_table(shape, tokens, label, books)
+        for shape, counts in TOKENS.items()
+        for books in ("fast", "lut16")
+        for label in ("3", "4", "6", "mixed")
+        for tokens in counts
+    ]
     whole = [case._replace(frames="whole") for case in cases if case.shape == "qwen" and case.codebooks == "fast"]
     return cases + whole
 
@@ -214,6 +219,16 @@ def shared_tables() -> list[Case]:
     return [*cases, Case("qwen", 16, "mixed", "lut16", settings)]
 
 
+def gates() -> list[Case]:
+    """The table's settings with every activation, biases, experts without a gate, and the cubic codebook."""
+    made = [Gate(name) for name in ("silu", "gelu_tanh", "relu2")]
+    made += [Gate("clamped_silu", limit=7.0), Gate("capped_silu", limit=7.0)]
+    made += [Gate("gpt_oss", limit=7.0, biases=True), Gate("silu", biases=True)]
+    made += [Gate("relu2", gated=False), Gate("silu", gated=False)]
+    cases = [_of_the_table("qwen", tokens, "4", "fast")._replace(gate=gate) for tokens in (1, 16) for gate in made]
+    return cases + [_of_the_table("qwen", tokens, "6", "cubic") for tokens in (1, 4, 16, 64)]
+
+
 def small() -> list[Case]:
     """A few launches, for tools that run them slowly."""
     eight = DecodeConfig(cut(32), cut(64), 8, True, True, False, True)
@@ -229,5 +244,6 @@ def small() -> list[Case]:
 def suite(name: str) -> list[Case]:
     suites = (
         sweep, chosen, answers, peers, variants, small, frames, one_token_depths, some_tokens_depths, shared_tables,
+        gates,
     )  # fmt: skip
     return {made.__name__: made for made in suites}[name]()

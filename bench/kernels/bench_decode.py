@@ -25,7 +25,7 @@ import torch
 import triton
 from triton.runtime.jit import MockTensor
 
-from bench.kernels.decode_layers import GpuLayer, dense_output, routing
+from bench.kernels.decode_layers import Gate, GpuLayer, dense_output, routing
 from pagedweight.kernels.decode.config import DecodeConfig, ProductConfig
 from pagedweight.kernels.decode.launches import Call, Launch, decode_launches
 
@@ -56,13 +56,17 @@ class Case(NamedTuple):
     frames: str = "framed"
     dtype: torch.dtype = torch.bfloat16
     met: int | None = None  # distinct experts of a call; None leaves it to chance
+    gate: Gate = Gate()
 
 
-def launches_of(layer, call, widths, codebooks, config):
+def launches_of(layer, call, case, config):
     tables = (layer.bits, layer.frame_address, layer.table_address)
     stats = (layer.mass, layer.counts, layer.features)
     sizes = (0, 0, layer.experts, layer.intermediate, layer.frame_bytes)
-    return decode_launches(Call(*call, *tables, *stats, *sizes, "silu", widths, codebooks, config, True))
+    widths, gate = LABELS[case.label], case.gate
+    settings = (gate.activation, widths, codebooks_of(case.codebooks, widths), config, True, gate.gated, gate.limit)
+    biases = layer.biases if gate.biases else (None, None)
+    return decode_launches(Call(*call, *tables, *stats, *sizes, *settings, *biases))
 
 
 def codebooks_of(name: str, widths: tuple[int, ...]) -> tuple[str, ...]:
@@ -75,10 +79,8 @@ def planes_of(case: Case) -> int:
 
 def case_launches(case: Case, config: DecodeConfig) -> list[Launch]:
     """A case's launches over tensors without memory."""
-    layer = GpuLayer.meta(case.shape, case.frames, planes_of(case))
-    call = routing(layer, case.tokens, 0, case.dtype)
-    widths = LABELS[case.label]
-    return launches_of(layer, call, widths, codebooks_of(case.codebooks, widths), config)[1]
+    layer = GpuLayer.meta(case.shape, case.frames, planes_of(case), case.gate.gated)
+    return launches_of(layer, routing(layer, case.tokens, 0, case.dtype), case, config)[1]
 
 
 def compile_jobs(jobs: list[tuple[Case, DecodeConfig, int]]) -> list[str]:
@@ -100,9 +102,9 @@ def compile_all(cases: list[Case], workers: int) -> None:
     for case in cases:
         for config in case.configs:
             for index, launch in enumerate(case_launches(case, config)):
-                constants = {k: v for k, v in launch.arguments.items() if not isinstance(v, torch.Tensor)}
-                constants.pop("tokens", None)
-                jobs.setdefault(f"{launch.kernel.__name__} {constants}", (case, config, index))
+                made_for = {k: v.dtype if isinstance(v, torch.Tensor) else v for k, v in launch.arguments.items()}
+                made_for.pop("tokens", None)
+                jobs.setdefault(f"{launch.kernel.__name__} {made_for}", (case, config, index))
     jobs = list(jobs.values())
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         failures = [f for part in pool.map(compile_jobs, [jobs[i::workers] for i in range(workers)]) for f in part]
@@ -175,7 +177,7 @@ def run_case(case: Case, layers: list[GpuLayer], records: list[dict], timed: boo
     chosen = [layers[i % len(layers)] for i in range(count)]
     calls = [(layer, routing(layer, case.tokens, i, case.dtype, case.met)) for i, layer in enumerate(chosen)]
     checked = checked_tokens(case.tokens)
-    wanted = dense_output(calls[0][0], *(tensor[checked] for tensor in calls[0][1][:3]))
+    wanted = dense_output(calls[0][0], *(tensor[checked] for tensor in calls[0][1][:3]), case.gate)
     floor = sum(layer.bytes_read(call[1]) for layer, call in calls) / count / READ_BYTES_PER_US
     best = None
     for config in case.configs:
@@ -186,12 +188,13 @@ def run_case(case: Case, layers: list[GpuLayer], records: list[dict], timed: boo
             "codebooks": case.codebooks,
             "dtype": str(case.dtype).removeprefix("torch."),
             "frames": case.frames,
+            "gate": case.gate._asdict(),
             "experts_met": sum(len(call[1].unique()) for _, call in calls) / count,
             "config": describe(config),
             "floor_us": floor,
         }
         try:
-            out, launches = launches_of(*calls[0], widths, codebooks, config)
+            out, launches = launches_of(*calls[0], case, config)
             out.fill_(float("nan"))
             for launch in launches:
                 launch.run()
@@ -201,7 +204,7 @@ def run_case(case: Case, layers: list[GpuLayer], records: list[dict], timed: boo
                 launch.run()
             if not torch.equal(first, out):
                 record["error"] = float("nan")  # equal inputs must give equal bits
-            prepared = [launches_of(*call, widths, codebooks, config)[1] for call in calls] if timed else []
+            prepared = [launches_of(*call, case, config)[1] for call in calls] if timed else []
             run = [launch for part in prepared for launch in part]
             record["us"] = timed and graph_time(lambda run=run: [launch.run() for launch in run], count)
         except (ValueError, triton.runtime.errors.OutOfResources) as error:
@@ -222,7 +225,8 @@ def run_case(case: Case, layers: list[GpuLayer], records: list[dict], timed: boo
         print(
             f"{case.shape:8s} M={case.tokens:<3d} {case.label:5s} {case.codebooks:6s} {case.frames} "
             f"floor {floor:6.1f}  {best['us']:7.1f} us "
-            f"({100 * floor / best['us']:2.0f} %) [{parts}] err {best['error']:.1e}  {best['config']}",
+            f"({100 * floor / best['us']:2.0f} %) [{parts}] err {best['error']:.1e}  {best['config']}"
+            f"{'' if case.gate == Gate() else '  ' + ' '.join(map(str, case.gate))}",
             flush=True,
         )
 
@@ -250,9 +254,9 @@ def main(cases: list[Case], out: Path, peers: dict[str, tuple[int, ...]], timed:
 
     groups = {}
     for case in cases:
-        groups.setdefault((case.shape, case.frames, planes_of(case)), []).append(case)
-    for (shape, frames, planes), group in groups.items():
-        layers = [GpuLayer.random(shape, seed, frames=frames, planes=planes) for seed in range(2)]
+        groups.setdefault((case.shape, case.frames, planes_of(case), case.gate.gated), []).append(case)
+    for (shape, frames, planes, gated), group in groups.items():
+        layers = [GpuLayer.random(shape, seed, frames=frames, planes=planes, gated=gated) for seed in range(2)]
         for case in group:
             run_case(case, layers, records, timed, alone=not peers)
             keep()

@@ -87,6 +87,21 @@ SUITES = {
             for shape in SHAPES_TIMED
         ),
     ),
+    # Batches that the decode kernels serve too.
+    "few": tuple(
+        Case(
+            shape,
+            "4",
+            "fast",
+            (64, 32),
+            (
+                *(PrefillConfig(tokens=tokens, few=tokens) for tokens in (16, 32, 64)),
+                PrefillConfig(tokens=32, few=16),
+                PrefillConfig(rows=64, tokens=32, few=32),
+            ),
+        )
+        for shape in SHAPES_TIMED
+    ),
     # No settings of their own: the op, as users call it.
     "chosen": tuple(
         Case(shape, label, "fast", (128, 512, 2048), ()) for shape in SHAPES_TIMED for label in ("3", "4", "6", "mixed")
@@ -159,7 +174,7 @@ def op_call(layer: GpuLayer, case: Case, batch: tuple[torch.Tensor, ...]) -> tup
 
 def variants(case: Case, grouped: bool) -> Iterator[tuple[str, Callable[..., torch.Tensor]]]:
     for config in case.configs:
-        name = f"rows {config.rows} tokens {config.tokens}/{config.few}"
+        name = f"rows {config.rows} tokens {config.tokens}/{config.few} band {config.band}"
         yield name, lambda *call, config=config: launch_prefill_moe(*call, config=config)
     if not case.configs:
         yield "chosen", fused_moe
@@ -265,6 +280,7 @@ def main() -> None:
 def _write(path: Path | None, records: list[dict]) -> None:
     if path is not None:
         head = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+        head["command"] = "python " + " ".join(sys.argv)
         path.write_text(json.dumps({**head, "records": records}, indent=1))
 
 

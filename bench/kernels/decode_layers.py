@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from pagedweight.kernels.device_order import (
@@ -11,6 +13,7 @@ from pagedweight.kernels.device_order import (
     row_words,
     stored_columns,
 )
+from pagedweight.kernels.reference import combine
 
 SHAPES = {  # hidden, intermediate, experts, experts per token
     "qwen": (2048, 1408, 60, 4),
@@ -20,13 +23,22 @@ SHAPES = {  # hidden, intermediate, experts, experts per token
 }
 
 
+class Gate(NamedTuple):
+    """What stands between the two products, as `fused_moe` takes it; biases: of both products."""
+
+    activation: str = "silu"
+    gated: bool = True
+    limit: float = 0.0
+    biases: bool = False
+
+
 class GpuLayer:
     """One layer's planes in frames at random places, tables of the committed widths, and statistics."""
 
-    def __init__(self, shape: str, device: str, frames: str = "framed", planes: int = 6) -> None:
+    def __init__(self, shape: str, device: str, frames: str = "framed", planes: int = 6, gated: bool = True) -> None:
         self.hidden, self.intermediate, self.experts, self.choices = SHAPES[shape]
         self.device = device
-        self.matrices = [(2 * self.intermediate, self.hidden), (self.hidden, self.intermediate)]
+        self.matrices = [((1 + gated) * self.intermediate, self.hidden), (self.hidden, self.intermediate)]
         self.planes = planes
         largest = max(-(-rows // 16) * 64 * row_words(columns) for rows, columns in self.matrices)
         sizes = {"framed": choose_frame_bytes(self.matrices), "whole": -(-largest // 128) * 128}
@@ -39,17 +51,22 @@ class GpuLayer:
         self.mass = torch.zeros(1, 1, self.experts, device=device)
         self.counts = torch.zeros(1, 1, self.experts, dtype=torch.int32, device=device)
         self.features = torch.zeros(1, 1, self.experts, 2, 3, device=device)
+        self.biases = [torch.zeros(self.experts, height, device=device) for height, _columns in self.matrices]
 
     @classmethod
-    def meta(cls, shape: str, frames: str = "framed", planes: int = 6) -> GpuLayer:
+    def meta(cls, shape: str, frames: str = "framed", planes: int = 6, gated: bool = True) -> GpuLayer:
         """Shapes and dtypes alone, to compile for."""
-        return cls(shape, "meta", frames, planes)
+        return cls(shape, "meta", frames, planes, gated)
 
     @classmethod
-    def random(cls, shape: str, seed: int, device: str = "cuda", frames: str = "framed", planes: int = 6) -> GpuLayer:
+    def random(
+        cls, shape: str, seed: int, device: str = "cuda", frames: str = "framed", planes: int = 6, gated: bool = True
+    ) -> GpuLayer:
         """frames: "framed", "whole" for one frame a plane, or a frame's bytes."""
-        layer = cls(shape, device, frames, planes)
+        layer = cls(shape, device, frames, planes, gated)
         generator = torch.Generator(device).manual_seed(seed)
+        for bias in layer.biases:
+            bias.normal_(generator=generator)
         held = [g.frames * layer.planes for g in layer.geometries]
         total = layer.experts * sum(held)
         words = (total, layer.frame_bytes // 4)
@@ -156,12 +173,16 @@ def _drawn_ids(layer: GpuLayer, tokens: int, generator: torch.Generator) -> torc
     return torch.stack(drawn)
 
 
-def dense_output(layer: GpuLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The layer's output in fp64."""
+def dense_output(
+    layer: GpuLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate: Gate | None = None
+) -> torch.Tensor:
+    """The layer's output in fp64; gate: silu with a gate and without biases by default."""
+    gate = gate or Gate()
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for expert in set(ids.flatten().tolist()):
         token, choice = torch.where(ids == expert)
-        gate, up = (x[token].double() @ layer.dense(2 * expert).T).chunk(2, 1)
-        h = torch.nn.functional.silu(gate) * up
-        out.index_add_(0, token, (h @ layer.dense(2 * expert + 1).T) * weights[token, choice, None].double())
+        first = x[token].double() @ layer.dense(2 * expert).T + gate.biases * layer.biases[0][expert]
+        h = combine(first, gate.activation, gate.gated, gate.limit)
+        second = h @ layer.dense(2 * expert + 1).T + gate.biases * layer.biases[1][expert]
+        out.index_add_(0, token, second * weights[token, choice, None].double())
     return out
