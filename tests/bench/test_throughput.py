@@ -1,0 +1,51 @@
+"""The throughput bench: its check tells right from wrong, and mixed widths hold no more than uniform ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="needs the hf extra")
+
+from bench.e2e.captured import WHOLE_CACHE, CapturedDecoding, attend_to_whole_cache
+from bench.e2e.drawn import Drawn, draw
+from bench.e2e.throughput import ERROR_LIMIT, WIDTHS, held_bytes, mixed_bits, without_hooks
+from bench.e2e.throughput_check import error_of, step_logits, twin_logits
+from bench.e2e.throughput_moving import moving_row
+
+
+@pytest.fixture(scope="module")
+def drawn() -> Drawn:
+    attend_to_whole_cache()
+    made = draw("tiny", 1, WIDTHS, "cpu", 0)
+    made.model.set_attn_implementation(WHOLE_CACHE)
+    return made
+
+
+def test_the_step_is_the_dense_models_at_its_own_widths_and_at_no_others(drawn: Drawn) -> None:
+    model = without_hooks(drawn, drawn.resident_bytes()[WIDTHS[-1]])
+    decoding, rng = CapturedDecoding(model, 3, 32), np.random.default_rng(0)
+    answers = []
+    for _ in range(2):
+        with model.pagedweight.held_at(rng.choice(WIDTHS, drawn.store.layout.rows)):
+            answers.append((step_logits(decoding), twin_logits(drawn, decoding)))
+    (got, wanted), (_, other) = answers
+    assert error_of(got, wanted) <= ERROR_LIMIT < error_of(got, other)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_mixed_widths_hold_no_more_bytes_than_the_uniform_one(drawn: Drawn, width: int) -> None:
+    bits = mixed_bits(drawn, width)
+    if bits is None:
+        assert width in (WIDTHS[0], WIDTHS[-1])
+        return
+    assert held_bytes(drawn, bits) <= held_bytes(drawn, np.full_like(bits, width)) == drawn.resident_bytes()[width]
+    assert set(bits) == {width - 1, width, width + 1}
+
+
+def test_pages_leave_and_come_back_beside_the_steps(drawn: Drawn) -> None:
+    model = without_hooks(drawn, drawn.resident_bytes()[WIDTHS[-1]])
+    row = moving_row(model, 2, 512)
+    assert row["growing_steps"] >= 1
+    assert row["tokens_per_second"][0] > 0
+    model.pagedweight.check()
