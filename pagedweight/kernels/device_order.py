@@ -24,6 +24,9 @@ ROW_GROUP = 16
 FRAME_ALIGNMENT = 128
 SMALLEST_FRAME_BYTES = 4 * 1024
 LARGEST_FRAME_BYTES = 64 * 1024
+# What a frame costs beside its bytes, in bytes: its address, its part of a copy, the host's time.
+FRAME_COST_BYTES = 336
+_TABLE_WIDTHS = (2, 3, 4, 5, 6)
 
 
 class PlaneGeometry(NamedTuple):
@@ -121,9 +124,10 @@ def from_device_order(pages: torch.Tensor, geometry: PlaneGeometry) -> torch.Ten
 
 
 def choose_frame_bytes(shapes: Iterable[tuple[int, int]]) -> int:
-    """The frame size for linear-blocks of the given (N, K), one entry each: least waste, then the largest.
+    """The frame size for linear-blocks of the given (N, K), one entry each: little waste in planes and in the tables
+    beside them, and few frames, each of which costs its address and its part of a copy.
 
-    Large frames make few, long copies. Sizes run from 4 to 64 KiB; planes smaller than 4 KiB allow smaller frames.
+    Sizes run from 4 to 64 KiB; planes smaller than 4 KiB allow smaller frames.
     """
     counted = Counter(shapes)
     if not counted:
@@ -132,8 +136,7 @@ def choose_frame_bytes(shapes: Iterable[tuple[int, int]]) -> int:
     smallest_plane = min(_payload_bytes(rows, columns) for rows, columns in counted)
     lowest = max(needed, min(SMALLEST_FRAME_BYTES, smallest_plane))
     candidates = range(lowest, max(LARGEST_FRAME_BYTES, lowest) + 1, FRAME_ALIGNMENT)
-    # To a tenth of a percent: below that, longer copies are worth more than the bytes.
-    return min(candidates, key=lambda size: (round(frame_waste(counted, size), 3), -size))
+    return min(candidates, key=lambda size: (waste_with_tables(counted, size) + FRAME_COST_BYTES / size, -size))
 
 
 def frame_waste(counted: Counter[tuple[int, int]], frame_bytes: int) -> float:
@@ -143,6 +146,22 @@ def frame_waste(counted: Counter[tuple[int, int]], frame_bytes: int) -> float:
         for (rows, columns), count in counted.items()
     )
     payload = sum(count * rows * columns / 8 for (rows, columns), count in counted.items())
+    return held / payload - 1
+
+
+def waste_with_tables(counted: Counter[tuple[int, int]], frame_bytes: int) -> float:
+    """Bytes that frames hold beyond those of planes and 16-bit tables, as a fraction of these; at the worst width."""
+    return max(_waste_at(counted, frame_bytes, bits) for bits in _TABLE_WIDTHS)
+
+
+def _waste_at(counted: Counter[tuple[int, int]], frame_bytes: int, bits: int) -> float:
+    """Of `bits` planes of every linear-block, its table and the narrowest width's."""
+    held = payload = 0
+    for (rows, columns), count in counted.items():
+        tables = [2 * rows * 2**width for width in {bits, _TABLE_WIDTHS[0]}]
+        frames = bits * plane_geometry(rows, columns, frame_bytes).frames + sum(-(-t // frame_bytes) for t in tables)
+        held += count * frames * frame_bytes
+        payload += count * (bits * rows * columns / 8 + sum(tables))
     return held / payload - 1
 
 
