@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -15,6 +14,7 @@ from pagedweight.runtime.controller_plan import Planning
 from pagedweight.runtime.controller_report import RuntimeSnapshot, block_named, explain_row, take_snapshot
 from pagedweight.runtime.controller_rescue import Allocated, Rescue
 from pagedweight.runtime.controller_signals import SignalReader
+from pagedweight.runtime.controller_turn import Turn
 from pagedweight.runtime.controller_widths import Widths
 from pagedweight.runtime.frames import KV_OWNER, Arena
 from pagedweight.runtime.kv import ArenaGauge, KVGauge, KVState
@@ -76,7 +76,7 @@ class Runtime:
         parts = self._table, self._pager, arena, policy, config, self._signals, self._limits
         self._planning = Planning(*parts, trace, shared=shared)
         self._kv: KVState | None = None
-        self._turn = threading.RLock()
+        self._turn = Turn()
         self._pauses = 0
         self._closed = False
         self._rescue = Rescue(arena, self._release, lambda: not self._paused)

@@ -495,6 +495,34 @@ def test_what_another_thread_asks_for_waits_for_the_boundary_on_its_way(call):
     runtime.check()
 
 
+def test_a_loop_of_boundaries_lets_others_in():
+    """A lock of threading's would be taken again before who waits for it has woken up."""
+    runtime = tiny_runtime(tiny_model(), 400, gauge=CallableGauge(lambda: KVState(1000, 4096)))
+    ending, turns = threading.Event(), [0]
+
+    def boundaries() -> None:
+        while not ending.is_set():
+            runtime.boundary()
+            turns[0] += 1
+
+    def pauses() -> None:
+        for _ in range(50):
+            runtime.pause()
+            runtime.resume()
+
+    loop, others = threading.Thread(target=boundaries), [threading.Thread(target=pauses) for _ in range(2)]
+    loop.start()
+    for other in others:
+        other.start()
+    for other in others:
+        other.join(20)
+    standing = [other.is_alive() for other in others]
+    ending.set()
+    loop.join(20)
+    assert standing == [False, False]
+    runtime.check()
+
+
 def test_what_held_widths_cannot_give_is_not_blamed_on_the_floor():
     model = tiny_model()
     runtime = tiny_runtime(model, 400)

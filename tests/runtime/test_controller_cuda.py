@@ -1,6 +1,7 @@
 """The whole runtime on real streams: forwards that run late read exactly what they were promised."""
 
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -118,14 +119,13 @@ def test_a_boundary_does_not_wait_for_the_device():
 
 
 def test_case_67_pages_that_move_on_a_thread_stand_still_while_a_graph_is_captured():
-    state = [KVState(1000, FRAME_BYTES)]
-    runtime, _ = make_runtime(4000, gauge=CallableGauge(lambda: state[0]), plan_period_steps=1)
-    ending, failures, moved = threading.Event(), [], []
+    """Boundaries on a thread lower rows as long as there are any; this thread raises them all, pauses and captures."""
+    runtime, _ = make_runtime(4000, gauge=CallableGauge(lambda: KVState(0, 40 * FRAME_BYTES)), plan_period_steps=1)
+    ending, failures, moved = threading.Event(), [], [0]
 
     def boundaries() -> None:
         try:
             while not ending.is_set():
-                state[0] = KVState(1000 if state[0].free_blocks < 1000 else 0, 200 * FRAME_BYTES)
                 runtime.boundary()
                 moved.append(runtime.snapshot().moves.lowered_rows)
         except (RuntimeError, AssertionError) as error:
@@ -136,16 +136,18 @@ def test_case_67_pages_that_move_on_a_thread_stand_still_while_a_graph_is_captur
     output = torch.zeros(LAYOUT.rows, dtype=torch.int32, device="cuda")
     try:
         for _ in range(5):
-            while not moved or moved[-1] == moved[0]:
+            runtime.set_bits(6)
+            seen, deadline = moved[-1], time.monotonic() + 20
+            while moved[-1] == seen:
                 assert thread.is_alive(), failures
+                assert time.monotonic() < deadline
             runtime.pause()
-            standing = moved[-1]
+            standing = runtime.snapshot().moves.lowered_rows
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 output.copy_(runtime.tables.bits)
-            assert moved[-1] == standing
+            assert runtime.snapshot().moves.lowered_rows == standing
             runtime.resume()
-            moved[:1] = moved[-1:]
     finally:
         ending.set()
         thread.join()
