@@ -7,7 +7,12 @@ import re
 
 import typer
 
-EXTRA_MODULES = {"hf": ("transformers",), "plots": ("matplotlib",), "eval": ("lm_eval",)}
+EXTRA_MODULES = {
+    "hf": ("transformers",),
+    "plots": ("matplotlib", "plotly"),
+    "serve": ("transformers", "fastapi", "uvicorn", "openai", "prometheus_client"),
+    "vllm": ("vllm",),
+}
 UNIT_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 

@@ -12,11 +12,14 @@ INKS = "·:-=+*#@"
 BESIDE = 40  # columns that a row of cells leaves for what stands beside it
 
 
-def cells(values: Sequence[float], ends: tuple[float, float], console: Console) -> Text:
-    """A row of cells from the low end to the high one; the largest of a few in each where not all values fit."""
+def cells(values: Sequence[float], ends: tuple[float, float], console: Console, wide: int = 2) -> Text:
+    """A row of cells from the low end to the high one; the largest of a few in each where not all values fit.
+
+    wide: columns of a cell, where there is room for them.
+    """
     room = max(8, console.width - BESIDE)
     each = -(-len(values) // room)
-    wide = 2 if 2 * len(values) <= room else 1
+    wide = wide if wide * len(values) <= room else 1
     line = Text()
     for start in range(0, len(values), each):
         line.append_text(_cell(_level(max(values[start : start + each]), ends), wide, console))

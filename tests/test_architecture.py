@@ -30,6 +30,7 @@ LAYER = {
     "integrations": 4,
     "calibration": 5,
     "demo": 6,
+    "serving": 6,
     "evaluation": 6,
     "cli": 6,
     "": 6,  # pagedweight/__init__.py

@@ -1,0 +1,155 @@
+"""`pagedweight serve`: an OpenAI-compatible endpoint over a quantized model."""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import ipaddress
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pagedweight.cli_common import fail, require_extras, size_option
+
+if TYPE_CHECKING:
+    from pagedweight.serving.engine import Engine
+
+TokenFile = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, readable=True)]
+
+
+class EngineName(enum.StrEnum):
+    AUTO = "auto"
+    TRANSFORMERS = "transformers"
+    VLLM = "vllm"
+
+
+class Batching(enum.StrEnum):
+    CONTINUOUS = "continuous"
+    OFF = "off"
+
+
+def serve(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder that quantize or save wrote.", file_okay=False)],
+    budget: Annotated[
+        str | None, typer.Option(help="Bytes for expert weights and KV cache together; none keeps full width.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; others than 127.0.0.1 can be reached.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    engine: Annotated[
+        EngineName, typer.Option(help="auto: vLLM where it and a GPU are, else transformers.")
+    ] = EngineName.AUTO,
+    batching: Annotated[
+        Batching, typer.Option(help="off: one request after the other, with stop, seed and penalties.")
+    ] = Batching.CONTINUOUS,
+    name: Annotated[str | None, typer.Option(help="Model name for clients; the folder's if left out.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where the model runs; the GPU if there is one.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens that a request may ask for.")] = 1024,
+    max_requests: Annotated[int, typer.Option(min=1, help="Requests answered or waiting at once.")] = 256,
+    max_body: Annotated[str, typer.Option(help="Bytes of a request's body.")] = "1MiB",
+    batch_tokens: Annotated[int, typer.Option(min=16, help="Tokens of one forward of continuous batching.")] = 512,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one request, waiting included.")] = 600.0,
+    api_key_file: TokenFile = None,
+    admin_token_file: TokenFile = None,
+    trace: Annotated[Path | None, typer.Option(help="Write planner steps here.", dir_okay=False)] = None,
+) -> None:
+    """Serve a quantized model: /v1/completions, /v1/chat/completions, /metrics, /health, and /admin with a token.
+
+    Without --admin-token-file a token is made up and printed. Stop with Ctrl-C.
+    """
+    if engine is EngineName.VLLM or (engine is EngineName.AUTO and _vllm_serves()):
+        _become_vllm(checkpoint, host, port, name)
+    require_extras("serve")
+    budget_bytes = None if budget is None else size_option("--budget", budget)
+    body_bytes = size_option("--max-body", max_body)
+    api_key, admin_token = _token(api_key_file, "--api-key-file"), _token(admin_token_file, "--admin-token-file")
+    import uvicorn
+
+    from pagedweight.serving.app import build_app
+    from pagedweight.serving.limits import Limits
+
+    loaded = _load(checkpoint, budget_bytes, device, dtype, trace, name, batching, batch_tokens)
+    if admin_token is None:
+        admin_token = secrets.token_urlsafe(24)
+        typer.echo(f"admin token: {admin_token}", err=True)
+    if api_key is None and not _loopback(host):
+        typer.echo(f"warning: whoever reaches {host} can use the model; give --api-key-file", err=True)
+    limits = Limits(body_bytes, max_requests, max_tokens, timeout)
+    app = build_app(loaded, limits, admin_token=admin_token, api_key=api_key)
+    typer.echo(f"serving {loaded.name} at http://{host}:{port}", err=True)
+    uvicorn.run(
+        app, host=host, port=port, log_level="warning", timeout_keep_alive=30, limit_concurrency=4 * max_requests
+    )
+
+
+def _load(
+    checkpoint: Path,
+    budget_bytes: int | None,
+    device: str | None,
+    dtype: str,
+    trace: Path | None,
+    name: str | None,
+    batching: Batching,
+    batch_tokens: int,
+) -> Engine:
+    """The model with its tokenizer, ready; leaves with code 2 when the folder, the budget or a name will not do."""
+    import torch
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    import pagedweight
+    from pagedweight.serving.engine import Engine
+
+    if dtype not in ("auto", "bfloat16", "float16", "float32"):
+        raise fail(f"--dtype {dtype}: use auto, bfloat16, float16 or float32")
+    logging.set_verbosity_error()  # a line for each request otherwise
+    trace_path = None if trace is None else str(trace)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        config = pagedweight.RuntimeConfig(budget_bytes=budget_bytes, trace_path=trace_path)
+        model = pagedweight.load(checkpoint, config=config, device_map=device, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    except (ValueError, OSError) as error:
+        raise fail(" ".join(str(error).split())) from error
+    batched = batching is Batching.CONTINUOUS
+    called = name or checkpoint.resolve().name
+    return Engine(model.eval(), tokenizer, called, batched=batched, batch_tokens=batch_tokens)
+
+
+def _vllm_serves() -> bool:
+    if importlib.util.find_spec("vllm") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _become_vllm(checkpoint: Path, host: str, port: int, name: str | None) -> None:
+    """Replace this process by vLLM's own server, in which the plug-in serves the folder and adds to its /metrics."""
+    require_extras("vllm")
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
+    command += ["--host", host, "--port", str(port), "--served-model-name", name or checkpoint.resolve().name]
+    typer.echo(f"starting {' '.join(command[2:])}", err=True)
+    os.execv(sys.executable, command)
+
+
+def _token(path: Path | None, option: str) -> str | None:
+    if path is None:
+        return None
+    token = path.read_text(encoding="utf-8").strip()
+    if len(token) < 16:
+        raise fail(f"{option} {path}: the token has {len(token)} characters; give at least 16")
+    return token
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
