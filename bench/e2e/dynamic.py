@@ -160,7 +160,7 @@ def main() -> None:
         options.checkpoint, tasks, (), (), options.reference, Size(options.length, options.count), device=options.device
     )
     settings = plan.settings() | {"batch": options.batch, "chunk": options.chunk}
-    record = Record(options.out, settings, plan.on["device_map"])
+    record = Record(options.out, settings, plan.on["device_map"], "python -m bench.e2e.dynamic")
     with Progress() as progress:
         measure(Run(plan, options.batch, options.chunk, record), options.widths, progress)
     print(*lines(record.content), sep="\n")

@@ -37,6 +37,8 @@ from pagedweight.integrations.kv_pool import sequence_frames
 WIDTHS = (3, 4, 5, 6)
 BUFFER_BYTES = 2**30
 ERROR_LIMIT = 2e-2  # of the largest logit, in bf16
+SETTLING_STEPS = 4
+PEERS = ["HF grouped_mm", "HF batched_mm", "vLLM fused_experts"]
 
 
 class Setting(NamedTuple):
@@ -54,7 +56,7 @@ class Setting(NamedTuple):
 
 def measured(decoding: CapturedDecoding, setting: Setting) -> list[float]:
     """Milliseconds a step, once per round."""
-    decoding.milliseconds(4)
+    decoding.milliseconds(SETTLING_STEPS)
     return [float(decoding.milliseconds(setting.steps).mean()) for _ in range(setting.rounds)]
 
 
@@ -123,10 +125,12 @@ def without_hooks(drawn: Drawn, budget_bytes: int, *, compiled: bool = False) ->
     return model
 
 
-def dense_rows(model: PreTrainedModel, batches: list[int], setting: Setting) -> list[dict]:
+def dense_rows(model: PreTrainedModel, peers: list[str], batches: list[int], setting: Setting) -> list[dict]:
     """Part 2."""
     rows = []
     for name, implementation in register_peers().items():
+        if name not in peers:
+            continue
         model.set_experts_implementation(implementation)
         if setting.compiled:
             compile_layers(model, experts_too=name.startswith("HF"))
@@ -142,31 +146,44 @@ def dense_rows(model: PreTrainedModel, batches: list[int], setting: Setting) -> 
 
 
 def paged_rows(drawn: Drawn, width: int, batches: list[int], setting: Setting) -> list[dict]:
-    """Part 3, at the bytes of one uniform width."""
+    """Part 3, at the bytes of one uniform width: each batch alone for its peak memory, then all of them in turns."""
     model = without_hooks(drawn, drawn.resident_bytes()[width], compiled=setting.compiled)
-    uniform = np.full(drawn.store.layout.rows, width)
-    mixed, rows = mixed_bits(drawn, width), []
+    uniform, mixed = np.full(drawn.store.layout.rows, width), mixed_bits(drawn, width)
     kinds = {"uniform": uniform} if mixed is None else {"uniform": uniform, "mixed": mixed}
-    for batch in batches:
-        fresh_peak(model.device)
-        decoding = CapturedDecoding(model, batch, setting.context_tokens)
-        took: dict[str, list[float]] = {kind: [] for kind in kinds}
-        listed: dict[str, dict] = {}
-        for _ in range(setting.rounds):
-            for kind, bits in kinds.items():
-                with model.pagedweight.held_at(bits):
-                    took[kind] += measured(decoding, setting._replace(rounds=1))
-                    listed[kind] = kernels_of(decoding, setting)
-        peak = peak_bytes(model.device)
+    peaks = {}
+    with model.pagedweight.held_at(uniform):
+        for batch in batches:
+            fresh_peak(model.device)
+            CapturedDecoding(model, batch, setting.context_tokens).milliseconds(SETTLING_STEPS)
+            peaks[batch] = peak_bytes(model.device)
+    decodings = [CapturedDecoding(model, batch, setting.context_tokens) for batch in batches]
+    took, listed = taken_in_turns(decodings, kinds, setting)
+    rows = []
+    for decoding in decodings:
         for kind, bits in kinds.items():
             held = {"bits": float(bits.mean()), "weight_bytes": held_bytes(drawn, bits)}
-            rows.append(
-                row_of(decoding, kind, took[kind], width=width, peak_reserved_bytes=peak, **held, **against(took, kind))
-            )
-            print(json.dumps(rows[-1]), flush=True)
-            rows[-1] |= listed[kind]
-        del decoding
+            of_batch = {name: took[name, decoding.batch] for name in kinds}
+            row = row_of(decoding, kind, of_batch[kind], width=width, peak_reserved_bytes=peaks[decoding.batch], **held)
+            print(json.dumps(row | against(of_batch, kind)), flush=True)
+            rows.append(row | against(of_batch, kind) | listed[kind, decoding.batch])
     return rows
+
+
+def taken_in_turns(
+    decodings: list[CapturedDecoding], kinds: dict[str, np.ndarray], setting: Setting
+) -> tuple[dict[tuple[str, int], list[float]], dict[tuple[str, int], dict]]:
+    """Milliseconds a step by kind and batch, once per round, and kernels."""
+    model = decodings[0].model
+    took: dict[tuple[str, int], list[float]] = {(kind, own.batch): [] for kind in kinds for own in decodings}
+    listed = {}
+    for at in range(setting.rounds):
+        for kind, bits in kinds.items():
+            with model.pagedweight.held_at(bits):
+                for decoding in decodings:
+                    took[kind, decoding.batch] += measured(decoding, setting._replace(rounds=1))
+                    if at == setting.rounds - 1:
+                        listed[kind, decoding.batch] = kernels_of(decoding, setting)
+    return took, listed
 
 
 def against(took: dict[str, list[float]], kind: str) -> dict[str, float]:
@@ -226,6 +243,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--peers", nargs="+", default=PEERS, choices=PEERS, help="bf16 experts; vLLM's if installed")
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
@@ -254,7 +272,7 @@ def main() -> int:
         return 0
     model = dense_model(options.model, options.layers, options.device)
     model.set_attn_implementation(WHOLE_CACHE)
-    dense = dense_rows(model, options.batches, setting) if "dense" in options.parts else []
+    dense = dense_rows(model, options.peers, options.batches, setting) if "dense" in options.parts else []
     keep(results, "dense", dense, options.out)
     drawn, rows = emptied(model, WIDTHS, BUFFER_BYTES if options.device == "cuda" else 0), []
     for width in options.widths if "paged" in options.parts else []:

@@ -20,9 +20,9 @@ PACKAGES = ("torch", "triton", "transformers", "numpy")
 class Record:
     """settings: what the cells depend on. A file of the same settings is gone on with; ValueError for another's."""
 
-    def __init__(self, path: Path, settings: dict[str, Any], device: str) -> None:
+    def __init__(self, path: Path, settings: dict[str, Any], device: str, program: str = "pagedweight") -> None:
         self.path = path
-        facts = {"machine": machine(device), "versions": versions(), "command": command()}
+        facts = {"machine": machine(device), "versions": versions(), "command": command(program)}
         self.content: dict[str, Any] = {"settings": settings, **facts, "cells": {}}
         if path.exists():
             self.content = self._resumed(json.loads(path.read_text(encoding="utf-8")), settings) | facts
@@ -71,10 +71,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def command() -> str:
+def command(program: str) -> str:
     """The command line, without the folders of absolute paths."""
     words = []
     for word in sys.argv[1:]:
         name, separator, path = word.rpartition("=")
         words.append(name + separator + Path(path).name if Path(path).is_absolute() else word)
-    return f"{Path(sys.argv[0]).name} {shlex.join(words)}"
+    return f"{program} {shlex.join(words)}"
