@@ -45,7 +45,10 @@ def prepare(folder: Path) -> None:
         for projection, name in zip(Projection, ("gate_up_proj", "down_proj"), strict=True):
             blocks = [checkpoint.block(BlockId(layer, expert, projection)) for expert in here]
             getattr(experts.module, name).data = torch.stack([dequantize(block, 4) for block in blocks]).half()
-    model.save_pretrained(folder / "dense4")
+    # A model of its own: saved as one that was never loaded, each expert under its own names, as vLLM 0.20 reads them.
+    fresh = type(model)(model.config).half()
+    fresh.load_state_dict(model.state_dict())
+    fresh.save_pretrained(folder / "dense4")
 
 
 def row(name: str, folder: Path, attention: str | None = None) -> None:
@@ -55,7 +58,7 @@ def row(name: str, folder: Path, attention: str | None = None) -> None:
     options = {"offload_free_blocks": 4, "reload_free_blocks": 8}
     if name[0].isdigit():
         options["bits"] = int(name[0])
-    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [REQUESTS]}
     llm = LLM(
         str(folder / ("dense4" if name == "dense4" else "paged")),
         dtype="float16",

@@ -17,7 +17,7 @@ from pagedweight.integrations.vllm.page_source import DrawnPages
 from pagedweight.integrations.vllm.rank_experts import RankExperts
 from pagedweight.integrations.vllm.shares import ExpertShare
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 100, 200, 400, 1000)
+TOKENS = (8, 16, 32, 64, 1000)  # the graphs' sizes, and a prompt's
 
 
 def main(model: str, sizes: tuple[int, ...]) -> None:

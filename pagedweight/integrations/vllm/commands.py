@@ -45,18 +45,24 @@ class Round(NamedTuple):
     moves: FrameMoves = FrameMoves()
 
 
+class Seating(NamedTuple):
+    """Requests and their slots in the statistics. left: requests that have none any more; entered: requests that have
+    one from now on, and which; cleared: slots whose statistics begin anew."""
+
+    left: tuple[str, ...] = ()
+    entered: tuple[tuple[str, int], ...] = ()
+    cleared: tuple[int, ...] = ()
+
+
 class StepCommands(NamedTuple):
     """Everything of one boundary, the same on every rank; carried out before the step's first kernel, in this order.
 
     raised: widths that rise now, whose frames have been loading since an earlier step. rounds: what falls and moves,
-    one after another; what has just risen may fall again. loads: frames to load.
+    one after another; what has just risen may fall again. loads: frames to load. seating: of the step's requests.
     """
 
     step: int = 0
     raised: Widths = Widths()
     rounds: tuple[Round, ...] = ()
     loads: FrameSpots = FrameSpots()
-
-    @property
-    def empty(self) -> bool:
-        return not (self.rounds or len(self.raised.row) or self.loads)
+    seating: Seating = Seating()

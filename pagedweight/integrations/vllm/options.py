@@ -28,6 +28,7 @@ class ServingOptions:
     min_dwell_steps: steps for which a changed row keeps its width before it may rise.
     plan_period_steps: steps between looks for something to raise after one that found nothing.
     statistics_period_steps: steps between readings of the routing statistics.
+    statistics_slots: requests that the statistics tell apart; where more run, some share a slot.
     prefix_cache_by_precision: requests reuse cached prefixes only of requests that came at the same precision.
     """
 
@@ -43,6 +44,7 @@ class ServingOptions:
     min_dwell_steps: int = 4
     plan_period_steps: int = 8
     statistics_period_steps: int = 16
+    statistics_slots: int = 64
     prefix_cache_by_precision: bool = False
 
     def __post_init__(self) -> None:
@@ -87,6 +89,6 @@ def _check_number(name: str, value: object, *, optional: bool) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{KEY}.{name} is {value!r}; give an int or leave it out")
-    least = 1 if name.endswith("_steps") or name == "reload_blocks_per_step" else 0
+    least = 1 if name.endswith("_steps") or name in ("reload_blocks_per_step", "statistics_slots") else 0
     if value < least:
         raise ValueError(f"{KEY}.{name} is {value}; it must be at least {least}")

@@ -76,3 +76,14 @@ def check_served(config: VllmConfig) -> None:
     for name, wanted in refused.items():
         if wanted:
             raise ValueError(f"pagedweight does not serve with {name} yet; leave it out")
+    if config.lora_config is not None:
+        _check_adapters(config.lora_config.target_modules)
+
+
+def _check_adapters(modules: list[str] | None) -> None:
+    """ValueError where an adapter could change experts: without a list vLLM makes room for that in every layer."""
+    if modules is None or any("expert" in name for name in modules):
+        raise ValueError(
+            f"lora_target_modules is {modules}; pagedweight serves adapters of other layers than routed experts: name "
+            "those, such as qkv_proj and o_proj"
+        )

@@ -17,6 +17,7 @@ from pagedweight.integrations.vllm.options import ServingOptions
 from pagedweight.integrations.vllm.page_source import FloatExperts, PageSource
 from pagedweight.integrations.vllm.rank_pager import RankPager
 from pagedweight.integrations.vllm.rank_signals import RankSignals
+from pagedweight.integrations.vllm.request_slots import BatchSlots
 from pagedweight.integrations.vllm.resident import ResidentWeights
 from pagedweight.integrations.vllm.shares import ExpertShare
 from pagedweight.kernels.device_order import FRAME_ALIGNMENT, choose_frame_bytes
@@ -43,6 +44,7 @@ class RankExperts:
     """Shares of MoE layers in the order in which the model is built; the first fill fixes the layout.
 
     kv_piece_bytes: asked once all layers are there: the smallest contiguous part of a KV block, where frames must fit.
+    knows_requests: whether `mark` is called before each forward, so that statistics are kept by request.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class RankExperts:
         self._host: HostPages | None = None
         self._pager: RankPager | None = None
         self._slots = TokenSlots(most_tokens, device)
+        self.knows_requests = False
 
     def add(self, share: ExpertShare) -> int:
         """The layer's index among MoE layers."""
@@ -112,9 +115,16 @@ class RankExperts:
         )
 
     def boundary(self, commands: StepCommands, tokens: int) -> None:
-        """Between two forwards: what the engine says, and which tokens of the coming forward are padding."""
+        """Between two forwards: what the engine says. tokens: of the coming forward; those after them are padding."""
         self._pager.carry_out(commands)
-        self._slots.mark(tokens)
+        if self.knows_requests:
+            self._batches.seat(commands.seating)
+        else:
+            self._slots.mark(tokens)
+
+    def mark(self, requests: Sequence[str], tokens: np.ndarray) -> None:
+        """Whose tokens the coming forward has, and how many of each."""
+        self._batches.mark(requests, tokens)
 
     def check(self) -> None:
         """Assert that every plane in use is what the host has; waits for the device. Fixed widths have no copies."""
@@ -125,8 +135,9 @@ class RankExperts:
         """int64 (R,), committed widths as kernels see them, read from the device."""
         return self._weights.tables.bits.cpu().numpy()
 
-    def read_signals(self, log_features: bool) -> Signals | None:
-        return self._signals.read(log_features=log_features)
+    def read_signals(self, log_features: bool, kv_blocks: np.ndarray) -> Signals | None:
+        """Merged by the KV blocks of each slot's requests, where they are known."""
+        return self._signals.read(log_features=log_features, kv_blocks=kv_blocks if self.knows_requests else None)
 
     def _store(self, row: int, packed: PackedBlock, pages: torch.Tensor) -> None:
         """Keep on the host what the device may need again; nothing when widths are fixed."""
@@ -142,8 +153,10 @@ class RankExperts:
         if fixed is not None and fixed not in layout.widths:
             raise ValueError(f"pagedweight.bits is {fixed}; these pages serve {layout.widths}")
         most_experts = max(len(share.experts) for share in self._shares)
-        self._stats = RoutingStats.zeros(1, len(self._shares), most_experts, self._device)
+        slots = 1 if fixed is not None else self._options.statistics_slots
+        self._stats = RoutingStats.zeros(slots, len(self._shares), most_experts, self._device)
         self._signals = RankSignals(self._stats)
+        self._batches = BatchSlots(self._slots, self._stats)
         width, frame_bytes = fixed or layout.floor_width, self._frame_bytes(layout)
         self._weights = ResidentWeights(layout, width, frame_bytes, self._device, fixed=fixed is not None)
         if fixed is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from pagedweight.layout import RoutingStats
@@ -19,12 +20,16 @@ class RankSignals:
         self._latest: Signals | None = None
         self._coming: tuple[Signals, torch.cuda.Event] | None = None
 
-    def read(self, *, log_features: bool) -> Signals | None:
-        """Signals as CPU tensors; None until the first have come."""
+    def read(self, *, log_features: bool, kv_blocks: np.ndarray | None = None) -> Signals | None:
+        """Signals as CPU tensors; None until the first have come.
+
+        kv_blocks: float32 (R_s,), blocks that each slot's requests hold, by which they weigh; None weighs all alike.
+        """
         if self._coming is not None and self._coming[1].query():
             self._latest, self._coming = self._coming[0], None
         if self._coming is None:
-            merged = merge_requests(self._stats, log_features=log_features)
+            weights = None if kv_blocks is None else to_device(kv_blocks, self._stats.mass.device)
+            merged = merge_requests(self._stats, weights, log_features=log_features)
             self._age()
             if self._stats.mass.device.type == "cpu":
                 self._latest = merged
@@ -38,6 +43,12 @@ class RankSignals:
         self._stats.counts.floor_divide_(2)
         # Sums age, the largest norm stays.
         self._stats.features[..., :2].mul_(_KEPT)
+
+
+def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Without waiting."""
+    found = torch.from_numpy(values)
+    return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
 
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:

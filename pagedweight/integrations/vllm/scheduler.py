@@ -19,6 +19,7 @@ from pagedweight.integrations.vllm.figures_board import FiguresBoard
 from pagedweight.integrations.vllm.options import ServingOptions
 from pagedweight.integrations.vllm.rank_merge import make_planner, merged_signals
 from pagedweight.integrations.vllm.report import Figures, explain, figures
+from pagedweight.integrations.vllm.request_slots import RequestSlots
 from pagedweight.integrations.vllm.tenant import Tenant
 
 
@@ -65,6 +66,7 @@ class WeightsYield:
         self._total_blocks = blocks - 1  # one is the null block
         self._planning_seconds = 0.0
         self._board = FiguresBoard(config.instance_id, write=True)
+        self._slots = RequestSlots(self._options.statistics_slots)
         self._by_expert_rank = len({report.experts for report in reports}) > 1
         self._signals: Future | None = None
         for commands in self.weights.settle_in():
@@ -78,7 +80,8 @@ class WeightsYield:
         self.weights.begin_step(self._pending_blocks())
         self._planning_seconds += time.perf_counter() - start
         output = super().schedule(*args, **kwargs)
-        setattr(output, worker_hooks.COMMANDS, self.weights.end_step())
+        seating = self._slots.follow(request.request_id for request in self.running)
+        setattr(output, worker_hooks.COMMANDS, self.weights.end_step()._replace(seating=seating))
         self._board.write(self._figures())
         return output
 
@@ -144,9 +147,11 @@ class WeightsYield:
             self._signals = None
         if self._signals is None and self.weights.planner.step % self._options.statistics_period_steps == 0:
             log_features = self.weights.planner.policy.feature_transform == "log"
-            self._signals = self._executor.collective_rpc(
-                worker_hooks.read_signals, args=(log_features,), non_block=True
-            )
+            arguments = log_features, self._slots.kv_blocks(self._blocks_of)
+            self._signals = self._executor.collective_rpc(worker_hooks.read_signals, args=arguments, non_block=True)
+
+    def _blocks_of(self, request: str) -> int:
+        return sum(map(len, self.kv_cache_manager.get_block_ids(request)))
 
 
 class PagedScheduler(WeightsYield, Scheduler):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -41,6 +43,25 @@ def cpu_router() -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
     except ImportError:  # later versions route in plain torch
         return None
     return select_experts
+
+
+def watch_batches(runner: Any, tell: Callable[[Sequence[str], np.ndarray], None]) -> bool:
+    """Have the requests of each batch told, and how many tokens of each, in the order of the batch, before its forward.
+
+    False where a model runner has no such place.
+    """
+    original = getattr(runner, "_prepare_inputs", None)
+    if original is None:
+        return False
+
+    @functools.wraps(original)
+    def prepare(scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
+        prepared = original(scheduler_output, num_scheduled_tokens)
+        tell(runner.input_batch.req_ids, num_scheduled_tokens)
+        return prepared
+
+    runner._prepare_inputs = prepare
+    return True
 
 
 def kv_piece_bytes(config: Any) -> int:

@@ -6,10 +6,12 @@ import functools
 import logging
 from typing import Any
 
+import numpy as np
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from pagedweight.integrations.vllm.commands import StepCommands
 from pagedweight.integrations.vllm.rank_experts import RankExperts, RankReport
+from pagedweight.integrations.vllm.versions import watch_batches
 from pagedweight.runtime.observe import Signals
 
 # Where a step's commands travel: an attribute of its SchedulerOutput.
@@ -22,8 +24,11 @@ def rank_of(worker: WorkerWrapperBase) -> RankExperts:
 
 
 def attach(worker: WorkerWrapperBase, blocks: int) -> RankReport:
-    """Find frames in the KV cache that this rank has allocated."""
-    return rank_of(worker).attach(worker.worker.model_runner.kv_caches, blocks)
+    """Find frames in the KV cache that this rank has allocated, and follow its batches."""
+    runner, rank = worker.worker.model_runner, rank_of(worker)
+    report = rank.attach(runner.kv_caches, blocks)
+    rank.knows_requests = watch_batches(runner, rank.mark)
+    return report
 
 
 def carry_out(worker: WorkerWrapperBase, commands: StepCommands) -> None:
@@ -31,8 +36,8 @@ def carry_out(worker: WorkerWrapperBase, commands: StepCommands) -> None:
     rank_of(worker).boundary(commands, 0)
 
 
-def read_signals(worker: WorkerWrapperBase, log_features: bool) -> Signals | None:
-    return rank_of(worker).read_signals(log_features)
+def read_signals(worker: WorkerWrapperBase, log_features: bool, kv_blocks: np.ndarray) -> Signals | None:
+    return rank_of(worker).read_signals(log_features, kv_blocks)
 
 
 def checked_bits(worker: WorkerWrapperBase) -> list[int]:

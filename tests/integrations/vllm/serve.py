@@ -1,7 +1,8 @@
 """Run in a process of its own: serve tiny models one after another, as a JSON list of runs asks, and print results.
 
-A run: {"model": folder, "llm": arguments of LLM, "rounds": prompts of token ids and how many tokens, in turn}.
-With "fault", the last rank fails under the first round: "kill" ends its process, "raise" makes its next copy fail.
+A run: {"model": folder, "llm": arguments of LLM, "rounds": prompts of token ids and how many tokens, in turn}, and
+"adapter", a folder with a LoRA adapter, for every round but the first.
+With "fault", the last rank fails under the first round, while it moves pages: a copy raises, or kills its process.
 The last line printed is RESULT and the JSON list of what each run gave.
 """
 
@@ -12,13 +13,13 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from typing import Any
 
 
 def main() -> None:
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     results = []
     for run in json.loads(sys.stdin.read()):
@@ -28,9 +29,12 @@ def main() -> None:
         if "fault" in run:
             results.append(fail(llm, run))
             break
-        for prompts, tokens in run["rounds"]:
+        for number, (prompts, tokens) in enumerate(run["rounds"]):
             sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
-            outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+            asked, adapter = [{"prompt_token_ids": ids} for ids in prompts], None
+            if number and "adapter" in run:
+                adapter = LoRARequest("adapter", 1, run["adapter"])
+            outputs = llm.generate(asked, sampling, use_tqdm=False, lora_request=adapter)
             found["tokens"].append([list(output.outputs[0].token_ids) for output in outputs])
             found["after"].append(facts(llm))
         results.append(found)
@@ -46,10 +50,7 @@ def fail(llm: Any, run: dict[str, Any]) -> dict[str, Any]:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     last = llm.collective_rpc(process_id)[-1]
-    if run["fault"] == "raise":
-        llm.collective_rpc(break_copies, args=(last,))
-    else:
-        threading.Timer(1.0, os.kill, (last, signal.SIGKILL)).start()
+    llm.collective_rpc(break_copies, args=(last, run["fault"]))
     prompts, tokens = run["rounds"][0]
     start = time.monotonic()
     try:
@@ -63,11 +64,13 @@ def process_id(worker: Any) -> int:
     return os.getpid()
 
 
-def break_copies(worker: Any, process: int) -> None:
+def break_copies(worker: Any, process: int, fault: str) -> None:
     """Of one rank, every copy fails from now on."""
 
     class Broken:
         def __getattr__(self, name: str) -> Any:
+            if fault == "kill":
+                os.kill(process, signal.SIGKILL)
             raise RuntimeError("the bus is gone")
 
     if os.getpid() == process:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 import pagedweight
@@ -49,6 +50,21 @@ def run(model: Path, *rounds: tuple[list[list[int]], int], **llm: Any) -> dict[s
 def paged(**options: Any) -> dict[str, Any]:
     """Options of paged experts, as LLM takes them."""
     return {"additional_config": {"pagedweight": options}}
+
+
+def write_adapter(model: PreTrainedModel, out: Path) -> Path:
+    """A LoRA adapter for a model's queries and outputs of attention, large enough to change tokens."""
+    random, weights = torch.Generator().manual_seed(0), {}
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj", "o_proj")):
+            size = {"A": (4, module.in_features), "B": (module.out_features, 4)}
+            for side, shape in size.items():
+                weights[f"base_model.model.{name}.lora_{side}.weight"] = torch.randn(shape, generator=random)
+    out.mkdir()
+    save_file(weights, out / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "o_proj"], "bias": "none"}
+    (out / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return out
 
 
 def some_prompts(count: int = 3, length: int = 20) -> list[list[int]]:

@@ -36,10 +36,25 @@ def test_case_95_registering_twice_is_registering_once() -> None:
     assert get_quantization_config("pagedweight") is PagedWeightConfig
 
 
+def config(modules: list[str] | None = None, *, adapters: bool = False) -> SimpleNamespace:
+    """What of vLLM's configuration is looked at."""
+    return SimpleNamespace(
+        parallel_config=ParallelConfig(distributed_executor_backend="mp"),
+        model_config=SimpleNamespace(enable_sleep_mode=False),
+        lora_config=SimpleNamespace(target_modules=modules) if adapters else None,
+    )
+
+
 def test_an_executor_whose_workers_pass_by_the_boundary_is_refused() -> None:
-    model = SimpleNamespace(enable_sleep_mode=False)
-    check_served(SimpleNamespace(parallel_config=ParallelConfig(distributed_executor_backend="mp"), model_config=model))
-    parallel = ParallelConfig(distributed_executor_backend="uni")
-    parallel.distributed_executor_backend = "ray"  # set afterwards: Ray itself is not needed here
+    given = config()
+    check_served(given)
+    given.parallel_config.distributed_executor_backend = "ray"  # set afterwards: Ray itself is not needed here
     with pytest.raises(ValueError, match="does not serve with distributed_executor_backend=ray yet"):
-        check_served(SimpleNamespace(parallel_config=parallel, model_config=model))
+        check_served(given)
+
+
+@pytest.mark.parametrize("modules", [None, ["qkv_proj", "experts"]])
+def test_adapters_that_could_change_experts_are_refused(modules: list[str] | None) -> None:
+    check_served(config(["qkv_proj", "o_proj"], adapters=True))
+    with pytest.raises(ValueError, match="name those, such as qkv_proj"):
+        check_served(config(modules, adapters=True))

@@ -12,7 +12,16 @@ pytest.importorskip("vllm", reason="needs vLLM: see docs/vllm.md")
 
 import vllm.version
 
-from tests.integrations.vllm.support import paged, run, serve, some_prompts, write_dense, write_paged
+from tests.integrations.vllm.support import (
+    FAMILIES,
+    paged,
+    run,
+    serve,
+    some_prompts,
+    write_adapter,
+    write_dense,
+    write_paged,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -123,6 +132,17 @@ def test_tokens_are_the_same_when_the_model_is_compiled(folder: Path) -> None:
         pytest.skip("tried with vLLM 0.32 only: before, experts on a CPU are not compiled")
     eager, compiled = serve(run(folder), run(folder, enforce_eager=False))
     assert compiled["tokens"] == eager["tokens"]
+
+
+def test_tokens_with_an_adapter_on_attention_are_those_of_vllms_own_experts(folder: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(FAMILIES["qwen2_moe"](), tmp_path / "adapter")
+    options = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["qkv_proj", "o_proj"]}
+    asked = (some_prompts(), 16)
+    dense = write_dense("qwen2_moe", folder, 4, tmp_path / "dense")
+    runs = (run(dense, asked, asked, **options), run(folder, asked, asked, **options, **paged(bits=4)))
+    theirs, ours = serve(*(given | {"adapter": str(adapter)} for given in runs))
+    assert ours["tokens"] == theirs["tokens"]
+    assert ours["tokens"][0] != ours["tokens"][1], "the adapter changes nothing, so nothing was tested"
 
 
 def test_two_kinds_of_attention_over_the_same_blocks_leave_planes_alone(tmp_path: Path) -> None:
