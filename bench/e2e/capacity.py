@@ -27,7 +27,7 @@ from pagedweight.discovery import find_experts
 WIDTHS = (3, 4, 5, 6)
 BUFFER_BYTES = 2**30
 MOST_CHUNK_TOKENS = 512  # of each sequence in one forward
-CLOSE = 0.97  # of the tokens expected come in long forwards, the rest one by one
+CLOSE = 0.99  # of the tokens expected come in long forwards, the rest one by one
 
 
 class DenseBytes(NamedTuple):

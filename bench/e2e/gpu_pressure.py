@@ -3,7 +3,8 @@
     python -m bench.e2e.gpu_pressure --model qwen --layers 24 --batch 64 --out bench/results/h200-pressure-qwen.json
 
 1. Moving: 6 bits and --spare-mib of KV cache in a fixed budget. A batch decodes until not one more token fits; then the
-   sequences end, and a small batch decodes on until the pages are back.
+   sequences end, and a small batch decodes on while pages come back; what is still away then comes back between two
+   forwards.
 2. Still: the same forwards over as much KV cache in a larger budget, each stretch held at the widths that the moving
    run had in its middle, with nothing moving. The difference in time is what moving costs.
 Weights are random (bench/e2e/drawn.py). Every forward is timed by events on the device's own clock.
@@ -35,7 +36,8 @@ WIDTHS = (3, 4, 5, 6)
 BUFFER_BYTES = 2**30
 STRETCH_STEPS = 16
 SETTLING_STEPS = 3  # of a stretch: the first forwards after a wait start on an idle device
-RESTORE_BATCH, RESTORE_STEPS = 8, 640
+RESTORE_BATCH, RESTORE_STEPS = 4, 192
+IDLE_BOUNDARIES = 2000  # at most, after that, without forwards
 WORKSPACE_BYTES = 2 * 2**30
 
 
@@ -75,7 +77,10 @@ def moving(
     timed, start = TimedBoundary(model), runtime.snapshot()
     decoding = Decoding(model, batch, prompt_tokens)
     timed.milliseconds.clear()
-    steps = decoding.run(most_steps)
+    steps, began = 0, time.perf_counter()
+    while steps < most_steps and (done := decoding.run(min(64, most_steps - steps))):
+        steps += done
+        print(steps, f"{time.perf_counter() - began:.1f} s", decoding.seen[-1].mean_bits, "bits", flush=True)
     filling, end = run_of(decoding, timed), runtime.snapshot()
     tokens = decoding.cache.get_seq_length()
     decoding.cache.release()
@@ -87,20 +92,24 @@ def moving(
     back, rested = run_of(restoring, timed), runtime.snapshot()
     restoring.cache.release()
     timed.take_off(model)
+    boundaries, seconds = come_back(model, start.mean_bits)
+    whole = runtime.snapshot()
     runtime.check()
     report = {
         "batch": batch,
         "steps": steps,
         "tokens_per_sequence": tokens,
         "filled": steps < most_steps,
-        "bits": [start.mean_bits, end.mean_bits, rested.mean_bits],
+        "bits": [start.mean_bits, end.mean_bits, rested.mean_bits, whole.mean_bits],
         "kv_bytes": end.kv_bytes,
-        "weight_bytes": [start.weight_bytes, end.weight_bytes, rested.weight_bytes],
+        "weight_bytes": [start.weight_bytes, end.weight_bytes, rested.weight_bytes, whole.weight_bytes],
         "released_bytes": end.moves.released_bytes - start.moves.released_bytes,
         "released_share_in_kv_blocks": usable_share(start, end),
-        "restored_bytes": rested.moves.loaded_bytes - end.moves.loaded_bytes,
+        "restored_bytes": [seen.moves.loaded_bytes - end.moves.loaded_bytes for seen in (rested, whole)],
         "restore_steps": len(back.milliseconds),
-        "reload_gigabytes_per_second": reload_rate(end, rested) / 1e9,
+        "boundaries_without_forwards": boundaries,
+        "seconds_without_forwards": seconds,
+        "reload_gigabytes_per_second": reload_rate(end, whole) / 1e9,
         "stalled_ms": 1e3 * (end.moves.stalled_seconds - start.moves.stalled_seconds),
         "relocated_bytes": rested.moves.relocated_bytes - start.moves.relocated_bytes,
         "longest_step_ms": float(filling.milliseconds.max()),
@@ -117,6 +126,17 @@ def moving(
     return report, filling, back
 
 
+def come_back(model: PreTrainedModel, bits: float) -> tuple[int, float]:
+    """Boundaries, as between two requests, until so many bits are held; how many, and the seconds that they took."""
+    runtime, began = model.pagedweight, time.perf_counter()
+    for done in range(IDLE_BOUNDARIES):
+        if runtime.snapshot().mean_bits >= bits:
+            return done, time.perf_counter() - began
+        runtime.boundary()
+        time.sleep(1e-3)
+    return IDLE_BOUNDARIES, time.perf_counter() - began
+
+
 def run_of(decoding: Decoding, timed: TimedBoundary) -> Run:
     took = decoding.milliseconds()
     # The forward that found no room had a boundary too.
@@ -130,10 +150,12 @@ def spread(values: Sequence[int]) -> int:
 
 def warm_up(model: PreTrainedModel, batch: int, prompt_tokens: int) -> None:
     """Compile what both batch sizes need, then wait until every width is back at its start."""
+    began = time.perf_counter()
     for size in (batch, RESTORE_BATCH):
         decoding = Decoding(model, size, prompt_tokens)
         decoding.run(2 * SETTLING_STEPS)
         decoding.cache.release()
+    print(f"warm after {time.perf_counter() - began:.1f} s", flush=True)
     if model.device.type == "cuda":
         # What attention gathers of one layer grows with the cache; taken once, the driver sees no growth.
         torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=model.device)
@@ -243,6 +265,7 @@ def main() -> int:
     # cuDNN's attention keeps a plan for each shape, and a growing cache has a new one at every step.
     torch.backends.cuda.enable_cudnn_sdp(False)
     gc.disable()
+    began = time.perf_counter()
     drawn = draw(options.model, options.layers, WIDTHS, options.device, BUFFER_BYTES if options.device == "cuda" else 0)
     resident = drawn.resident_bytes()
     budget = resident[WIDTHS[-1]] + options.spare_mib * 2**20
@@ -260,11 +283,12 @@ def main() -> int:
     print(json.dumps(facts), flush=True)
     results = dict(facts)
     config = RuntimeConfig(budget_bytes=budget, **thresholds)
+    print(f"drawn after {time.perf_counter() - began:.1f} s", flush=True)
     report, filling, back = moving(drawn, config, options.batch, options.prompt, options.most_steps)
     note(results, "moving", report, options.out)
     model = drawn.patched(RuntimeConfig(budget_bytes=budget + resident[WIDTHS[-1]], **thresholds))
     note(results, "still", still(model, filling, options.prompt, options.stretch, options.every), options.out)
-    note(results, "still_restoring", still(model, back, options.prompt, STRETCH_STEPS, 2), options.out)
+    note(results, "still_restoring", still(model, back, options.prompt, STRETCH_STEPS, 3), options.out)
     return 0 if report["filled"] else 1
 
 

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from transformers import Gemma3TextConfig
 
 from pagedweight.integrations.hf_cache import ArenaCache
-from pagedweight.integrations.kv_pool import KVPool, SlabShape
+from pagedweight.integrations.kv_pool import FrameHoldings, KVPool, SlabShape
 from pagedweight.layout import RoutingStats
 from pagedweight.runtime.config import RuntimeConfig
 from pagedweight.runtime.controller import Runtime
@@ -165,15 +165,20 @@ class RuntimeMachine(RuleBasedStateMachine):
         if kv_moves:
             self.runtime.follow_kv(self.pool.follow)
         self.running: list[Sequences] = []
+        self.others: list[FrameHoldings] = []
         self.poison, self.keys = itertools.count(1), itertools.count(1)
         self.pauses = 0
+        self.broken = {PlanFault: 0, GaugeFault: 0}
         self.attempt(lambda: self.runtime.set_bits(bits))
 
     def attempt(self, call: Callable[[], object]) -> bool:
-        """Whether nothing went wrong; what goes wrong is one of the faults."""
+        """Whether nothing went wrong; what goes wrong is one of the faults, and each is raised only once."""
         try:
             call()
-        except EXPECTED:
+        except EXPECTED as error:
+            if type(error) in self.broken:
+                self.broken[type(error)] -= 1
+                assert self.broken[type(error)] >= 0
             return False
         return True
 
@@ -216,6 +221,25 @@ class RuntimeMachine(RuleBasedStateMachine):
         gc.collect(0)
         self.pool.collect()
 
+    @rule(apart=st.integers(2, 6))
+    def scatter(self, apart):
+        """Others' KV takes every free frame, then leaves holes: tables find no run unless frames move."""
+        if self.others:
+            self.others.pop().give_all()
+        free = self.arena.free_frames
+        if free > 1:
+            other = self.pool.new_holdings()
+            if self.attempt(lambda: self.pool.take(other, free)):
+                held = np.flatnonzero(self.arena.kinds == OwnerKind.KV)
+                own = held[other._held[held]]
+                other.give(np.setdiff1d(own, own[::apart]))
+                self.others.append(other)
+
+    @precondition(lambda self: self.others)
+    @rule()
+    def others_end(self):
+        self.others.pop().give_all()
+
     @precondition(lambda self: self.running)
     @rule(at=st.integers(0, 3), data=st.data())
     def reorder(self, at, data):
@@ -242,6 +266,7 @@ class RuntimeMachine(RuleBasedStateMachine):
     @rule(fail=st.booleans())
     def turn_plan(self, fail):
         self.threads.plan.turn(fail=fail)
+        self.broken[PlanFault] += fail
 
     @rule(fault=st.sampled_from(["write", "launch", "host", "gauge", "first", "second", "third"]))
     def break_next(self, fault):
@@ -252,6 +277,7 @@ class RuntimeMachine(RuleBasedStateMachine):
         elif fault == "host":
             self.model.host.short = True
         elif fault == "gauge":
+            self.broken[GaugeFault] += not self.gauge.fails
             self.gauge.fails = True
         else:
             self.arena.refused = 1 + ["first", "second", "third"].index(fault)
@@ -328,6 +354,7 @@ class RuntimeMachine(RuleBasedStateMachine):
             return
         self.runtime.check()
         held = sum(one.cache.held_bytes for one in self.running)
+        held += sum(other.frames for other in self.others) * FRAME_BYTES
         assert self.arena.bytes_by_owner()["kv"] == held
         self.arena.rows[torch.from_numpy(self.arena.kinds == OwnerKind.FREE)] = next(self.poison) % 256
 
@@ -354,6 +381,8 @@ class RuntimeMachine(RuleBasedStateMachine):
                 one.forward(torch.ones(one.batch, HEADS, 1, HEAD_DIM))
             one.cache.release()
         self.running.clear()
+        while self.others:
+            self.others_end()
         while not self.attempt(lambda: self.runtime.set_bits(2)):
             pass
         while not self.attempt(self.runtime.close):

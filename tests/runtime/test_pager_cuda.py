@@ -159,15 +159,18 @@ def drawn_pages() -> HostPages:
 def test_case_72_and_79_any_order_of_moves_on_real_streams_leaves_every_byte_right(seed: int, steps: int) -> None:
     """The short one is for compute-sanitizer, under which a step takes a second."""
     machine = Machine(seed, spare_frames=ROWS * PER_ROW // 3)
-    reserved = []
+    reserved, allocated = [], []
     for number in range(steps):
         machine.step()
         if number % (steps // 10) == steps // 10 - 1:
             machine.settle_and_check()
             reserved.append(torch.cuda.memory_reserved())
+            allocated.append(torch.cuda.memory_allocated())
     moves = machine.pager.moves
     assert min(moves.lowered_rows, moves.raised_rows) > steps // 5, moves
     assert moves.relocated_bytes > 0, moves
     assert machine.faults > steps // 200
-    assert len(set(reserved[2:])) == 1, reserved  # this process asks nothing of the driver while pages move
+    assert len(set(allocated[2:])) == 1, allocated
+    # This process asks nothing of the driver while pages move, once temporary tensors have been as large as they get.
+    assert steps < 1000 or len(set(reserved[2:])) == 1, reserved
     machine.engine.close()
