@@ -85,6 +85,7 @@ def facts(llm: object) -> dict[str, object]:
         from pagedweight.integrations.vllm.report import report
 
         found["report"] = report(llm)
+        found["why"] = report(llm, (0, 0, "down"))["explanation"]
         found["bits_of_ranks"] = llm.collective_rpc("pagedweight_checked_bits")
     return found
 

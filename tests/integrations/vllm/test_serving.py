@@ -40,6 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check_pressure(found: dict[str, Any]) -> None:
     """Bits fell under the long requests, nothing was preempted, and bits came back under the short one."""
     after_long, after_short = found["after"]
+    assert "expert weights are" in after_long["report"]["explanation"]
+    assert after_long["why"].startswith("layers.0.experts.0.down: ")
+    assert "routing mass" in after_long["why"]
     assert after_short["preemptions"] == 0
     assert after_long["report"]["lowest_mean_bits"] < 5
     assert after_long["report"]["blocks_given"] >= 5

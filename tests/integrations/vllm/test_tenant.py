@@ -266,6 +266,31 @@ def test_case_92_a_pool_that_swings_about_the_threshold_moves_little() -> None:
     assert engine.tenant.counts.blocks_given - before.blocks_given <= 4
 
 
+def test_case_84_blocks_that_another_takes_meanwhile_are_had_after_few_tries() -> None:
+    engine = Engine(60)
+    engine.tenant.begin_step(3)
+    assert engine.pool.grow(engine.pool.free_blocks), "another request takes all that was seen to be free"
+    tries = 0
+    while not engine.pool.grow(15):
+        assert engine.tenant.rescue(2**tries)
+        tries += 1
+    assert tries <= 5
+
+
+def test_case_88_what_cannot_be_had_is_tried_once_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(30)
+    with caplog.at_level("INFO", "vllm.pagedweight"):
+        for _ in range(1000):
+            engine.tenant.begin_step(10 * engine.pool.total)
+            engine._carry_out(engine.tenant.end_step())
+    assert (engine.bits == LAYOUT.floor_width).all()
+    assert engine.tenant.shortfall_bytes > 0
+    given = engine.tenant.counts
+    engine.tenant.begin_step(10 * engine.pool.total)
+    assert engine.tenant.counts == given
+    assert 1 <= len(caplog.records) <= 2
+
+
 def test_a_plane_that_is_wrong_is_found() -> None:
     """The check above can fail."""
     engine = Engine(40)
