@@ -9,11 +9,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagedweight.checkpoint import FOLDER, Checkpoint, CheckpointError
+from pagedweight.checkpoint import Checkpoint, CheckpointError
 from pagedweight.discovery import ExpertsModule
 from pagedweight.patching import assemble, patch
 from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
+from pagedweight.saving_hub import HUB_ARGUMENTS, paged_folder
 from pagedweight.saving_source import METHOD, model_class
 
 if TYPE_CHECKING:
@@ -57,9 +58,14 @@ def from_pretrained(
     config: RuntimeConfig | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """A patched model: load() for a folder with pages, else the dense model, quantized now at level "fast"."""
-    if (Path(name_or_path) / FOLDER).is_dir():
-        return load(name_or_path, policy=policy, config=config, **kwargs)
+    """A patched model: load() for a folder with pages, else the dense model, quantized now at level "fast".
+
+    name_or_path: a folder, or a name on the Hub; of a paged model there, everything is downloaded first.
+    """
+    folder = paged_folder(name_or_path, kwargs)
+    if folder is not None:
+        own = {name: value for name, value in kwargs.items() if name not in HUB_ARGUMENTS}
+        return load(folder, policy=policy, config=config, **own)
     model = load_dense(name_or_path, **kwargs)
     return patch(model, policy=policy, config=config)
 

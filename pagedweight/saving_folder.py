@@ -46,7 +46,7 @@ class DenseFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.files = [folder / name for name in _file_names(folder)]
+        self.files = [folder / name for name in file_names(folder)]
         self.tensors: dict[str, Entry] = {}
         for file in self.files:
             self.tensors |= _entries(file)
@@ -99,7 +99,8 @@ class DenseFolder:
             (out / INDEX).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def _file_names(folder: Path) -> list[str]:
+def file_names(folder: Path) -> list[str]:
+    """Names of the files that hold a model's weights. ValueError when the folder says of none."""
     if (folder / SINGLE).is_file():  # transformers, too, looks for it first
         return [SINGLE]
     if (folder / INDEX).is_file():

@@ -458,7 +458,7 @@ def test_request_slots_weigh_what_their_sequences_hold_in_the_cache() -> None:
     signals = model.pagedweight._runtime._signals
     assert signals.request_kv.tolist() == [*held, 0]
     assert min(held) > 0
-    merged = signals.refresh(wait=True).mass
+    merged = signals.refresh(wait=True).merged.mass
     torch.testing.assert_close(merged, (mass / mass.sum(-1, keepdim=True)).mean(0))
 
 

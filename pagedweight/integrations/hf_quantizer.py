@@ -25,6 +25,7 @@ from pagedweight.discovery import ExpertsModule, find_experts
 from pagedweight.patching import assemble, patch
 from pagedweight.quant.levels import check_level
 from pagedweight.runtime.config import RuntimeConfig
+from pagedweight.saving_hub import pages_beside
 from pagedweight.saving_source import METHOD
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class PagedWeightQuantizer(HfQuantizer):
             return
         if not self.quantization_config.deferred:
             self.folder = Path(checkpoint_files[0]).parent
+            pages_beside(self.folder, model.config.name_or_path)
             if not (self.folder / FOLDER).is_dir():
                 raise CheckpointError(
                     f"{self.folder} has no folder {FOLDER} with the pages of its experts; download the whole of it"

@@ -365,6 +365,18 @@ def remove_an_expert(folder: Path) -> None:
     path.write_bytes(whole.replace(name.encode(), name.replace("w2", "v2").encode()))
 
 
+def keep_experts_in_8_bits(folder: Path) -> None:
+    """Of the last layer: what would otherwise be found out after all others are done."""
+    from safetensors.torch import load_file, save_file
+
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(path).items()
+        last = {
+            name: t.to(torch.float8_e4m3fn) if "layers.1" in name and ".experts." in name else t for name, t in tensors
+        }
+        save_file(last, path, {"format": "pt"})
+
+
 def name_a_file_elsewhere(folder: Path) -> None:
     shard = sorted(folder.glob("*.safetensors"))[0]
     outside = folder.parent / "elsewhere.safetensors"
@@ -377,6 +389,7 @@ DAMAGES = {
     "a missing shard": (remove_a_shard, "is missing; download the model again"),
     "a shard of another folder": (name_a_file_elsewhere, "which is no file of its own folder"),
     "a cut shard": (cut_a_shard, "fewer than its header says; download the model again"),
+    "experts in 8 bits": (keep_experts_in_8_bits, "are .*F8_E4M3.*; give a model in one of bfloat16"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "no safetensors": (
         lambda folder: [path.unlink() for path in folder.glob("model*")],
