@@ -99,8 +99,9 @@ def evaluation(record: Mapping[str, Any]) -> Lines:
         "context."
     )
     yield ""
-    seconds = sum(cell.get("seconds", 0.0) for cell in _cells(record))
-    yield from made_by(record, f"{record['machine']['device']}, {seconds / 60:.1f} minutes of measuring")
+    wall, cpu = (sum(cell.get(name, 0.0) for cell in _cells(record)) / 60 for name in ("seconds", "cpu_seconds"))
+    device = record["machine"]["device"]
+    yield from made_by(record, f"{device}, {wall:.1f} minutes of measuring, {cpu:.1f} of them the process's own")
 
 
 def _cells(record: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

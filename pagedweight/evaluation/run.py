@@ -97,9 +97,10 @@ def evaluate(plan: Plan, out: Path, progress: Progress = lambda step, done, tota
     for done, (method, budget, task) in enumerate(wanted):
         progress("evaluate", done, len(wanted))
         if not record.has(method, budget.name, task):
-            began = time.monotonic()
+            began, worked = time.monotonic(), time.process_time()
             cell = measure(patched, METHODS[method], budget.of(patched.table), tasks[task], references[task])
-            record.put(cell | {"seconds": round(time.monotonic() - began, 3)}, method, budget.name, task)
+            took = {"seconds": time.monotonic() - began, "cpu_seconds": time.process_time() - worked}
+            record.put(cell | {name: round(value, 3) for name, value in took.items()}, method, budget.name, task)
     progress("evaluate", len(wanted), len(wanted))
     patched.runtime.close()
     return record.content
