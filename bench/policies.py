@@ -14,11 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
 
+from bench.policies_energies import Energies
 from bench.policies_parts import Contest, Seen, see
 from bench.policies_plans import BF16, BUDGET_BITS, CONTESTS, FULL, Contender, held_bytes, mean_bits, plan_table
 from bench.policies_report import report
@@ -65,7 +67,7 @@ def measure(trained: Trained, contest: Contest, contender: Contender, budget: fl
     """By text and figure, one value per window; code_bytes: of planes, true_bytes: as the runtime holds them."""
     cell, held = {}, plan_table(trained.layout, "true")
     for text, seen in contest.texts.items():
-        bits = contest.plans(contender, budget, seen)
+        bits = contest.plans(contender, budget, text)
         figures = {name: rounded(values) for name, values in contest.figures(seen, bits).items()}
         figures["bits"] = rounded(np.array([mean_bits(trained.layout, plan) for plan in bits]))
         figures["code_bytes"] = [code_bytes(trained.layout, plan) for plan in bits]
@@ -94,13 +96,19 @@ def run(folder: Path, arguments: argparse.Namespace, progress: Progress) -> None
     blocks = keep.blocks(arguments.method, statistics)
     options = Options(gain_windows=arguments.gain_windows, search_windows=arguments.search_windows)
     policy, calibration = keep.policy(arguments.method, blocks, statistics, options, counter(folder.name, progress))
+    energies = cache(lambda: Energies.of(trained, statistics, blocks, calibration))
     judge = Judge(trained.model, trained.found, trained.layout, blocks.__getitem__)
     contenders = [c for c in CONTESTS[arguments.contest] if not arguments.only or c.name in (FULL, *arguments.only)]
     contenders.sort(key=lambda contender: contender.name != FULL)  # the others are put beside it
     for signals in arguments.signals:
         texts: dict[str, Seen] = {text: see(trained, text, signals, rows) for text in trained.texts}
+
+        @cache
+        def factors(text: str) -> np.ndarray:
+            return energies().factors(texts[text].windows, policy)  # noqa: B023
+
         for counted in arguments.bytes:
-            contest = Contest(judge, policy, plan_table(trained.layout, counted), texts)
+            contest = Contest(judge, policy, plan_table(trained.layout, counted), texts, factors)
             task = progress.add_task(f"{folder.name}: {signals}, {counted} bytes", total=len(contenders))
             suffix = f"-{method_slug(arguments.method)}-{signals}"
             suffix += "-true-bytes" * (counted == "true")

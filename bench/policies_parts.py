@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from bench.policies_energies import adjusted
 from bench.policies_plans import Contender, budget_bytes
 from bench.quality_judge import Answers, Judge, take_answers
 from bench.quality_parts import WIDTHS, Trained
 from pagedweight.calibration.sequences import SequenceSignals, observe_sequences
+from pagedweight.calibration.text import Windows
 from pagedweight.policy import Policy
 from pagedweight.runtime.kv import KVState
 from pagedweight.runtime.observe import Observation
@@ -21,11 +23,13 @@ from pagedweight.runtime.table_view import TableSnapshot
 class Seen(NamedTuple):
     """One text: the model's own answers, and what each window shows the planner before it plans.
 
-    known: the signals are of the very tokens that KL is taken of, so their routing is known and not estimated.
+    windows: those signals' tokens. known: they are the very tokens that KL is taken of, so their routing is known and
+    not estimated.
     """
 
     answers: Answers
     signals: SequenceSignals
+    windows: Windows
     known: bool
 
 
@@ -36,7 +40,7 @@ def see(trained: Trained, text: str, signals: str, rows: int) -> Seen:
     answers = take_answers(trained.model, windows, rows=rows, first=first)
     if first:
         windows = windows._replace(mask=windows.mask & (torch.arange(windows.mask.shape[1]) < first))
-    return Seen(answers, observe_sequences(trained.model, trained.found, windows, trained.layout), not first)
+    return Seen(answers, observe_sequences(trained.model, trained.found, windows, trained.layout), windows, not first)
 
 
 def observation(seen: Seen, window: int, table: TableSnapshot, policy: Policy) -> Observation:
@@ -60,22 +64,31 @@ def observation(seen: Seen, window: int, table: TableSnapshot, policy: Policy) -
 
 
 class Contest(NamedTuple):
-    """One model under one policy, and the page table at the parent width."""
+    """One model under one policy, and the page table at the parent width.
+
+    factors: by text, (n, R, W), what column energies make of each window's damage; called once, where one asks for it.
+    """
 
     judge: Judge
     policy: Policy
     table: TableSnapshot
     texts: Mapping[str, Seen]
+    factors: Callable[[str], np.ndarray]
 
-    def plans(self, contender: Contender, budget: float, seen: Seen) -> np.ndarray:
+    def plans(self, contender: Contender, budget: float, text: str) -> np.ndarray:
         """(n, R), the widths that a contender chooses for each window."""
+        seen = self.texts[text]
         windows = range(len(seen.answers.tokens))
         budget_ = budget_bytes(self.table, budget)
         if not contender.live:
             bits = contender.choose(self.table, Observation(KVState(1, 1)), self.policy, budget_)
             return np.tile(bits, (len(windows), 1))
-        observed = (observation(seen, window, self.table, self.policy) for window in windows)
-        return np.array([contender.choose(self.table, one, self.policy, budget_) for one in observed])
+        observed = [observation(seen, window, self.table, self.policy) for window in windows]
+        policies = [self.policy] * len(windows)
+        if contender.by_energies:
+            policies = [adjusted(self.policy, factor) for factor in self.factors(text)]
+        chosen = zip(observed, policies, strict=True)
+        return np.array([contender.choose(self.table, one, policy, budget_) for one, policy in chosen])
 
     def figures(self, seen: Seen, bits: np.ndarray) -> dict[str, np.ndarray]:
         """KL and loss of each window under its own widths (n, R)."""

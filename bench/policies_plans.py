@@ -40,6 +40,7 @@ class Contender(NamedTuple):
     """live: plans for each window from its own routing and features. budgets: its own, in mean bits.
 
     holds_both: it needs the lower and the higher width of every row on the device, whichever it takes.
+    by_energies: column energies, measured window by window, take the prompt residual's place.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Contender(NamedTuple):
     live: bool
     budgets: tuple[float, ...] = ()
     holds_both: bool = False
+    by_energies: bool = False
 
 
 def planner_with(change: Callable[[Policy], Policy]) -> Choose:
@@ -132,6 +134,7 @@ CONTENDERS = (
     Contender("w/o global sensitivity", planner_with(without_sensitivity), True),
     Contender("buckets alone", planner_with(buckets_alone), True),
     Contender("plain greedy", plain_greedy, True),
+    Contender("column energies", planner_with(lambda policy: policy), True, by_energies=True),
     Contender(BF16, _bf16, False, (float(BF16_BITS),)),
     Contender(FULL, planner_with(lambda policy: policy), True),
 )
