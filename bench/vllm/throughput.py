@@ -24,7 +24,7 @@ from bench.vllm.shapes import BLOCK_TOKENS, CODEBOOKS, MODELS, WIDTHS, expert_by
 
 GIB = 2**30
 GRAPH_SIZES = [8, 16, 32, 64]
-MOST_SECONDS_TO_WAIT = 120
+MOST_SECONDS_TO_WAIT = 60
 
 
 def arguments() -> argparse.Namespace:

@@ -23,7 +23,7 @@ class ServingOptions:
     host_pinned_bytes: page-locked host memory for page copies; None locks all of it.
     offload_free_blocks: weights give KV blocks up when this many or fewer would be free after the coming step.
     reload_free_blocks: so many are free when they have; they take blocks back only while more than this stay free.
-    reload_blocks_per_step: most blocks that one step starts to load.
+    reload_blocks: most blocks that are loaded at a time.
     settle_steps: steps from the start of a load to its use, the same on every rank.
     min_dwell_steps: steps for which a changed row keeps its width before it may rise.
     plan_period_steps: steps between looks for something to raise after one that found nothing.
@@ -39,7 +39,7 @@ class ServingOptions:
     host_pinned_bytes: int | None = None
     offload_free_blocks: int = 8
     reload_free_blocks: int = 32
-    reload_blocks_per_step: int = 4
+    reload_blocks: int = 16
     settle_steps: int = 2
     min_dwell_steps: int = 4
     plan_period_steps: int = 8
@@ -89,6 +89,6 @@ def _check_number(name: str, value: object, *, optional: bool) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{KEY}.{name} is {value!r}; give an int or leave it out")
-    least = 1 if name.endswith("_steps") or name in ("reload_blocks_per_step", "statistics_slots") else 0
+    least = 1 if name.endswith("_steps") or name in ("reload_blocks", "statistics_slots") else 0
     if value < least:
         raise ValueError(f"{KEY}.{name} is {value}; it must be at least {least}")

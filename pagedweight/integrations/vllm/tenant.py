@@ -155,11 +155,12 @@ class Tenant:
             self._count(lowered=len(done.lower.row), moved_frames=len(done.moves.block))
 
     def _rise(self, kv: KVState) -> None:
-        """Start loads within the blocks above the reload threshold, no more at once than the options let."""
+        """Start loads within the blocks above the reload threshold, no more at once than the options let, and none
+        while others are on their way: a plan costs the engine more time than a load costs the device."""
         spare = kv.headroom_blocks - self._options.reload_free_blocks - 1
-        if spare < 0 or self.planner.step < self._next_raise:
+        if spare < 0 or self._coming or self.planner.step < self._next_raise:
             return
-        most = max(self._options.reload_blocks_per_step, self.planner.tenancy.blocks_of_largest_page)
+        most = max(self._options.reload_blocks, self.planner.tenancy.blocks_of_largest_page)
         rise = self.planner.rise_within(min(spare, most), kv)
         if not len(rise.row):
             self._next_raise = self.planner.step + self._options.plan_period_steps

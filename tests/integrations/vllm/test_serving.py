@@ -130,6 +130,14 @@ def test_tokens_are_the_same_with_guessed_ones_checked_in_the_same_step(folder: 
     assert guessed["tokens"] == plain["tokens"]
 
 
+def test_tokens_are_the_same_when_prompts_come_in_chunks(folder: Path) -> None:
+    prompts = (some_prompts(3, 100), 12)
+    whole, chunked = serve(
+        run(folder, prompts, max_num_batched_tokens=512), run(folder, prompts, max_num_batched_tokens=32)
+    )
+    assert chunked["tokens"] == whole["tokens"]
+
+
 def test_tokens_are_the_same_when_the_model_is_compiled(folder: Path) -> None:
     if vllm.version.__version__ < "0.32":
         pytest.skip("tried with vLLM 0.32 only: before, experts on a CPU are not compiled")

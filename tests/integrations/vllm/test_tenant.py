@@ -184,7 +184,7 @@ def test_what_is_asked_at_once_is_had_in_the_same_step() -> None:
 
 
 def test_loads_on_their_way_are_abandoned_before_a_request_is_preempted() -> None:
-    engine = Engine(40, settle_steps=1000, reload_blocks_per_step=64)
+    engine = Engine(40, settle_steps=1000, reload_blocks=64)
     while engine.step(1):
         pass
     engine.pool.shrink()
@@ -194,7 +194,7 @@ def test_loads_on_their_way_are_abandoned_before_a_request_is_preempted() -> Non
 
 
 def test_what_has_just_come_may_be_given_up_in_the_same_step() -> None:
-    engine = Engine(60, settle_steps=1, reload_blocks_per_step=64)
+    engine = Engine(60, settle_steps=1, reload_blocks=64)
     engine.step(engine.pool.total)
     engine.pool.shrink()
     engine.step()
@@ -205,7 +205,7 @@ def test_what_has_just_come_may_be_given_up_in_the_same_step() -> None:
 
 
 def test_blocks_whose_load_is_abandoned_in_its_own_step_are_not_loaded_into() -> None:
-    engine = Engine(60, settle_steps=2, reload_blocks_per_step=64)
+    engine = Engine(60, settle_steps=2, reload_blocks=64)
     engine.step(engine.pool.total)
     engine.pool.shrink()
     engine.tenant.begin_step(0)
@@ -218,7 +218,7 @@ def test_blocks_whose_load_is_abandoned_in_its_own_step_are_not_loaded_into() ->
 
 def test_frames_on_their_way_come_before_anything_moves() -> None:
     """On a GPU a copy that is still on its way could land on a frame that was moved where it goes."""
-    engine = Engine(60, settle_steps=1, reload_blocks_per_step=64)
+    engine = Engine(60, settle_steps=1, reload_blocks=64)
     engine.step(engine.pool.total)
     engine.pool.shrink()
     engine.step()
