@@ -1,17 +1,23 @@
 """Times one planner step at the sizes of real models, widths 3 to 6, routing and residuals live, on one core.
 
-    python bench/runtime/bench_planner.py            # figures, also the growth up to 100,000 rows
-    python -m pytest bench/runtime/bench_planner.py  # the same sizes under pytest-benchmark
+    python bench/runtime/bench_planner.py [--out X.json]  # figures, also the growth up to 100,000 rows
+    python -m pytest bench/runtime/bench_planner.py       # the same sizes under pytest-benchmark
 
 CPU time of the calling thread is printed beside wall time: on a busy machine the first is the figure to compare.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import os
+import platform
+import shlex
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -154,8 +160,8 @@ def timed_ms(call, repeats: int) -> tuple[float, float]:
     return tuple(1e3 * statistics.median(column) for column in zip(*taken, strict=True))
 
 
-def report(case: Case, stages: int, repeats: int) -> tuple[float, float]:
-    """Prints one line; returns the median CPU milliseconds of a step without pressure and of one under it."""
+def report(case: Case, stages: int, repeats: int) -> dict[str, object]:
+    """Prints one line; the medians of a step without pressure and of one under it, in CPU and wall milliseconds."""
     step = step_of(case, stages)
     calm = timed_ms(lambda: plan_step(step.table, step.observation, step.policy, Queue()), repeats)
     seen = pressed(case, step)
@@ -163,9 +169,12 @@ def report(case: Case, stages: int, repeats: int) -> tuple[float, float]:
     ratio = check(case, step, plan_step(step.table, seen, step.policy, Queue())[1]) if stages == 1 else math.nan
     print(
         f"{case.name:>18} {step.policy.rows:>7} rows {stages} stages: calm {calm[0]:6.2f} ms CPU {calm[1]:6.2f} wall, "
-        f"pressed {tight[0]:6.2f} CPU {tight[1]:6.2f} wall, damage / fractional optimum {ratio:.6f}"
+        f"pressed {tight[0]:6.2f} CPU {tight[1]:6.2f} wall, damage / fractional optimum {ratio:.6f}",
+        flush=True,
     )
-    return calm[0], tight[0]
+    names = ("calm_cpu_ms", "calm_wall_ms", "pressed_cpu_ms", "pressed_wall_ms")
+    figures = {name: round(value, 3) for name, value in zip(names, (*calm, *tight), strict=True)}
+    return {"layout": case.name, "rows": step.policy.rows, "stages": stages, **figures}
 
 
 def settle_allocator() -> None:
@@ -177,21 +186,30 @@ def settle_allocator() -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
     settle_allocator()
-    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    before = os.getloadavg()[0]
     rows = 2 * CASES[-1].layers * CASES[-1].experts
-    allowed = 1e5 * math.log(1e5) / (rows * math.log(rows))
+    allowed, found = 1e5 * math.log(1e5) / (rows * math.log(rows)), []
     for stages in (1, 2):
-        *_, gemma = [report(case, stages, 101) for case in CASES]
-        large = report(LARGE, stages, 15)
-        for what, small, big in zip(("calm", "pressed"), gemma, large, strict=True):
+        found += [report(case, stages, 101) for case in CASES]
+        found.append(report(LARGE, stages, 15))
+        for what in ("calm", "pressed"):
+            small, big = (row[f"{what}_cpu_ms"] for row in found[-2:])
             print(
                 f"{what}, {stages} stages: {small:.2f} ms at {rows:,} rows, "
                 f"{'within' if small <= MOST_MS_AT_GEMMA else 'ABOVE'} {MOST_MS_AT_GEMMA} ms; 100,000 rows take "
                 f"{big / small:.1f} times as long, {'within' if big / small <= allowed else 'ABOVE'} the "
                 f"{allowed:.1f} times of n log n"
             )
-    print(f"load average {os.getloadavg()[0]:.1f} afterwards")
+    load = f"load average {before:.1f} before and {os.getloadavg()[0]:.1f} after"
+    print(load)
+    if arguments.out:
+        machine = f"{platform.machine()}, {os.cpu_count()} cores, {load}; one thread"
+        record = {"machine": machine, "command": f"python {shlex.join(sys.argv)}", "python": platform.python_version()}
+        arguments.out.write_text(json.dumps(record | {"numpy": np.__version__, "rows": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
