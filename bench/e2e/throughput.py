@@ -30,7 +30,7 @@ from bench.e2e.captured import WHOLE_CACHE, CapturedDecoding, attend_to_whole_ca
 from bench.e2e.drawn import Drawn, dense_model, draw, emptied
 from bench.e2e.throughput_check import error_of, step_logits, twin_logits
 from bench.e2e.throughput_moving import moving_row
-from bench.e2e.throughput_peers import register_peers
+from bench.e2e.throughput_peers import NO_TIME, register_peers
 from pagedweight import RuntimeConfig
 from pagedweight.integrations.kv_pool import sequence_frames
 
@@ -38,7 +38,7 @@ WIDTHS = (3, 4, 5, 6)
 BUFFER_BYTES = 2**30
 ERROR_LIMIT = 2e-2  # of the largest logit, in bf16
 SETTLING_STEPS = 4
-PEERS = ["HF grouped_mm", "HF batched_mm", "vLLM fused_experts"]
+PEERS = ["HF grouped_mm", "HF batched_mm", "vLLM fused_experts", NO_TIME]
 
 
 class Setting(NamedTuple):
