@@ -12,7 +12,6 @@ from transformers.integrations.moe import (
     grouped_mm_experts_forward,
 )
 
-
 NO_TIME = "experts in no time"
 
 
