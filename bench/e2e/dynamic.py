@@ -156,9 +156,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     tasks = {name: Path(path) for name, _, path in (one.partition("=") for one in options.task)}
-    plan = Plan(
-        options.checkpoint, tasks, (), (), options.reference, Size(options.length, options.count), device=options.device
-    )
+    size, place = Size(options.length, options.count), {"device": options.device, "dtype": "float32"}
+    plan = Plan(options.checkpoint, tasks, (), (), options.reference, size, **place)
     settings = plan.settings() | {"batch": options.batch, "chunk": options.chunk}
     record = Record(options.out, settings, plan.on["device_map"], "python -m bench.e2e.dynamic")
     with Progress() as progress:
