@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.quality_parts import Trained, quantized
-from pagedweight.calibration.collect import collect
+from pagedweight.calibration.collect import STATISTICS_WINDOWS, collect
 from pagedweight.calibration.pipeline import REPORT, Options, calibrate_model
 from pagedweight.calibration.statistics import Statistics
 from pagedweight.calibration.stored import is_whole, load_statistics, save_statistics
@@ -38,7 +38,7 @@ class Kept(NamedTuple):
         trained = self.trained
         if self.folder is not None and is_whole(self.folder / "statistics"):
             return load_statistics(self.folder / "statistics", trained.device)
-        batches = trained.calibration.batches(COLLECT_ROWS, trained.device)
+        batches = trained.calibration.first(STATISTICS_WINDOWS).batches(COLLECT_ROWS, trained.device)
         statistics = collect(trained.model, trained.found, batches, advance=advance)
         if self.folder is not None:
             save_statistics(statistics, self.folder / "statistics")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagedweight.bitplane import plane_words
 from pagedweight.calibration.statistics import Statistics
-from pagedweight.calibration.text import Windows, read_documents, token_windows
+from pagedweight.calibration.text import Windows, in_turn, read_documents, token_windows
 from pagedweight.calibration.tuning import tune_tables
 from pagedweight.discovery import ExpertsModule, find_experts
 from pagedweight.layout import BlockId, Layout, PackedBlock, Projection
@@ -54,7 +54,9 @@ class Trained(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What every quality bench is told."""
     parser.add_argument("models", nargs="+", type=Path, help="folders of Hugging Face MoE models")
-    parser.add_argument("--calibration", type=Path, required=True, help="text or .jsonl file to calibrate on")
+    parser.add_argument(
+        "--calibration", type=Path, nargs="+", required=True, help="texts to calibrate on, a window of each in turn"
+    )
     parser.add_argument(
         "--text",
         action="append",
@@ -91,7 +93,8 @@ def load(folder: Path, arguments: argparse.Namespace) -> Trained:
         documents = [document[:longest] for document in read_documents(path)]
         return token_windows(documents, encode, length=arguments.length, count=count, end_token=tokenizer.eos_token_id)
 
-    calibration = cut(arguments.calibration, arguments.calibration_windows)
+    given = [cut(path, arguments.calibration_windows) for path in arguments.calibration]
+    calibration = in_turn(given, arguments.calibration_windows)
     texts = {name: cut(path, arguments.windows) for name, path in arguments.text}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(arguments.device).eval()
     model.set_experts_implementation("eager")
@@ -111,6 +114,7 @@ def settings_of(arguments: argparse.Namespace, folder: Path) -> dict[str, object
         "texts": [name for name, _ in arguments.text],
         "windows": arguments.windows,
         "tokens": arguments.length,
+        "calibration": [path.stem for path in arguments.calibration],
         "calibration_windows": arguments.calibration_windows,
     }
 

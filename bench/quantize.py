@@ -58,10 +58,11 @@ def drawn_statistics(shape: MoeLayer, device: str) -> Statistics:
         block.columns.copy_(torch.rand(block.columns.shape, generator=generator, device=device) + 0.1)
         block.rows.copy_(torch.rand(block.rows.shape, generator=generator, device=device) + 0.1)
         block.total.fill_(1.0)
-        for moment in block.moment if block.moment is not None else ():
-            columns = len(moment)
-            inputs = torch.randn(512, columns, generator=generator, device=device)
-            torch.addmm(torch.eye(columns, device=device), inputs.T, inputs, beta=100.0, out=moment)
+        for moments in (block.moment, block.outputs):
+            for moment in () if moments is None else moments:
+                size = len(moment)
+                seen = torch.randn(512, size, generator=generator, device=device)
+                torch.addmm(torch.eye(size, device=device), seen.T, seen, beta=100.0, out=moment)
     return Statistics((layer,), tokens=10_000, sequences=20)
 
 

@@ -37,7 +37,7 @@ def quantize(
     keep_statistics: Annotated[
         Path | None, typer.Option(help="Folder to keep the statistics taken from --data in.", file_okay=False)
     ] = None,
-    windows: WindowsOption = 256,
+    windows: WindowsOption = 1024,
     seed: SeedOption = 0,
     device: Annotated[str | None, typer.Option(help="Where to work; the GPU if there is one.")] = None,
     as_json: JsonOption = False,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagedweight.calibration.collect import collect, refuse_other_forms
+from pagedweight.calibration.collect import STATISTICS_WINDOWS, collect, refuse_other_forms
 from pagedweight.calibration.sensitivity import warn_of_cold_experts
 from pagedweight.calibration.statistics import Statistics
 from pagedweight.calibration.stored import is_whole, load_statistics, save_statistics, statistics_digest
@@ -47,7 +47,7 @@ def quantize(
     codebooks: Mapping[int, str] | None = None,
     calibration: Statistics | Text | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    windows: int = 256,
+    windows: int = 1024,
     tuning: TuningOptions | None = None,
     device: torch.device | str | None = None,
     keep_statistics: str | Path | None = None,
@@ -63,8 +63,9 @@ def quantize(
     importance: by linear-block, tensors that broadcast to its (N, K), h_ij of Eq. (2), instead of calibration's.
     codebooks: by width, how a table of it gives the codes their values, as docs/format.md defines; lut16 where not
         given. Tables stay in that form on the device: the smaller they are, the more room is left for pages.
-    calibration: Statistics of this model, or text to take them from, as `windows_of` takes it; at most `windows`
-        windows of 512 tokens. Balanced and best need it; fast weighs columns by it.
+    calibration: Statistics of this model, or text to take them from, as `windows_of` takes it. Balanced and best need
+        it; fast weighs columns by it.
+    windows: of 512 tokens, at most so many; statistics are of the first 256, tables are tuned on all.
     tokenizer: for text; the folder's own by default. device: where a folder is quantized; the GPU if there is one.
     keep_statistics: a folder for what calibration took from text, to be used again with `load_statistics`.
     progress: called with (step, done, total).
@@ -141,7 +142,8 @@ def _calibrated(
     if kept is not None and is_whole(kept):
         return load_statistics(kept), None
     model = dense()
-    statistics = _statistics(model, windows, job.settings.seed, job.progress)
+    few = windows.first(STATISTICS_WINDOWS)
+    statistics = _statistics(model, few, job.settings.seed, job.progress)
     if kept is not None:
         save_statistics(statistics, kept)
     return statistics, model

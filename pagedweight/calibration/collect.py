@@ -14,6 +14,7 @@ from pagedweight.discovery_storage import FusedStorage
 
 METHODS = ("gradient", "forward")
 LABELS = ("sampled", "text")
+STATISTICS_WINDOWS = 256  # of a text, at most: more hardly change a second moment, and tuning wants many more
 PROBE_SHARE = 0.05  # noise per RMS of a layer's output: large beside fp32 rounding, small enough to be second order
 
 
@@ -50,7 +51,9 @@ def collect(
         )
     refuse_other_forms(found)
     experts = [experts.module for experts in found]
-    statistics = Statistics.zeros([experts.shape for experts in found], experts, moment_columns=moment_columns)
+    statistics = Statistics.zeros(
+        [experts.shape for experts in found], experts, moment_columns=moment_columns, signed=method == "gradient"
+    )
     generator, first = None, None
     for batch in batches:
         first = first or batch

@@ -122,10 +122,10 @@ def windows_of(
         return tokenizer(document, add_special_tokens=False)["input_ids"]
 
     cuts = [token_windows(one, encode, length=length, count=count, end_token=tokenizer.eos_token_id) for one in groups]
-    return _in_turn(cuts, count)
+    return in_turn(cuts, count)
 
 
-def _in_turn(cuts: Sequence[Windows], count: int | None) -> Windows:
+def in_turn(cuts: Sequence[Windows], count: int | None) -> Windows:
     """The first window of each text, then the second of each, and so on."""
     if len(cuts) == 1:
         return cuts[0]

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from pagedweight.bitplane import unpack_codes
-from pagedweight.calibration.capture import evaluating, frozen, replaced_forward, routed_pairs
+from pagedweight.calibration.capture import evaluating, frozen, replaced_forward
 from pagedweight.calibration.divergence import Reference, head_logits, last_hidden, take_reference
 from pagedweight.calibration.text import Windows
 from pagedweight.discovery import ExpertsModule
@@ -26,6 +26,7 @@ from pagedweight.layout import BlockId, Layout, PackedBlock, Projection
 
 FP16_MAX = torch.finfo(torch.float16).max
 GROUP_WEIGHTS = 1 << 26  # looked up at once, in fp32
+KEPT_WEIGHTS = 1 << 28  # a model with more looks them up twice
 HELD_OUT_SHARE = 1 / 8  # of the windows, to choose how much of the way to go
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 TUNED_WIDTHS = (2, 3, 4)  # above them the divergence is too small to be worth the steps
@@ -39,8 +40,8 @@ class TuningOptions(NamedTuple):
     """
 
     epochs: int = 2
-    rows: int = 8
-    rate: float = 0.015
+    rows: int = 16
+    rate: float = 0.01
     seed: int = 0
 
 
@@ -103,24 +104,63 @@ class _Tables:
         return values.clamp(-FP16_MAX, FP16_MAX).half().cpu()
 
 
-def _experts_forward(module: nn.Module, tables: _Tables) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The module's forward on looked-up weights, which are made again in the backward pass instead of kept."""
+class _Moved(torch.autograd.Function):
+    """Rows of x (n, D) at `source` put at `target` of (size, D); each is named once, so no order of sums matters."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, source: Tensor, target: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(source, target)
+        ctx.rows = len(x)
+        return x.new_zeros(size, x.shape[1]).index_copy_(0, target, x[source])
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        source, target = ctx.saved_tensors
+        return (
+            gradient.new_zeros(ctx.rows, gradient.shape[1]).index_copy_(0, source, gradient[target]),
+            None,
+            None,
+            None,
+        )
+
+
+class _Pairs(NamedTuple):
+    """Routed pairs by expert: pair number `pair[i]` of (T, A) lies at `place[i]` of E stacks of `depth` rows."""
+
+    pair: Tensor
+    place: Tensor
+    depth: int
+
+    @classmethod
+    def of(cls, index: Tensor, experts: int) -> _Pairs:
+        """index: (T, A) expert ids; those outside [0, E) are in no stack."""
+        expert = index.reshape(-1)
+        expert = torch.where((expert >= 0) & (expert < experts), expert, experts)
+        counts = torch.bincount(expert, minlength=experts + 1)[:experts]
+        depth, routed = torch.stack([counts.max(), counts.sum()]).tolist()
+        pair = expert.argsort(stable=True)[:routed]
+        first = (counts.cumsum(0) - counts)[expert[pair]]
+        place = expert[pair] * depth + torch.arange(routed, device=index.device) - first
+        return cls(pair, place, depth)
+
+
+def _experts_forward(module: nn.Module, tables: _Tables, recompute: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The module's forward on looked-up weights. recompute: make them again in the backward pass instead of keeping."""
 
     def run(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        routed = list(routed_pairs(index, module.num_experts))
-        tokens, slots, outputs = [], [], []
+        (tokens, columns), slots, experts = hidden.shape, index.shape[1], module.num_experts
+        pairs = _Pairs.of(index, experts)
+        x = hidden.float().unsqueeze(1).expand(-1, slots, -1).reshape(-1, columns)
+        x = _Moved.apply(x, pairs.pair, pairs.place, experts * pairs.depth).view(experts, -1, columns)
+        parts = []
         for group in tables.groups():
             gate_up, down = (tables.weights(projection, group) for projection in Projection)
-            for expert, token, slot in (pair for pair in routed if group.start <= pair[0] < group.stop):
-                gated = hidden[token].float() @ gate_up[expert - group.start].T
-                output = module._apply_gate(gated) @ down[expert - group.start].T
-                tokens.append(token)
-                slots.append(slot)
-                outputs.append(output * weights[token, slot, None].float())
-        pairs = hidden.new_zeros(*index.shape, hidden.shape[1], dtype=torch.float32)
-        pairs = pairs.index_put((torch.cat(tokens), torch.cat(slots)), torch.cat(outputs))
-        return pairs.sum(1).to(hidden.dtype)
+            parts.append(torch.bmm(module._apply_gate(torch.bmm(x[group], gate_up.mT)), down.mT))
+        y = _Moved.apply(torch.cat(parts).flatten(0, 1), pairs.place, pairs.pair, tokens * slots)
+        return (y.view(tokens, slots, -1) * weights.unsqueeze(-1).float()).sum(1).to(hidden.dtype)
 
+    if not recompute:
+        return run
     return lambda hidden, index, weights: checkpoint(run, hidden, index, weights, use_reentrant=False)
 
 
@@ -177,14 +217,27 @@ def _held_out(windows: Windows) -> int:
 @contextmanager
 def _looked_up(model: nn.Module, found: Sequence[ExpertsModule], tables: Sequence[_Tables]) -> Iterator[None]:
     """The model with its experts' weights looked up in the tables, in eval mode and frozen."""
+    recompute = sum(codes.numel() for own in tables for codes in own.codes) > KEPT_WEIGHTS
     with ExitStack() as undo:
         undo.enter_context(evaluating(model))
         undo.enter_context(frozen(model))
+        undo.enter_context(_fast_products())
         # The faster attention kernels add up gradients in whatever order threads come.
         undo.enter_context(sdpa_kernel(SDPBackend.MATH))
         for experts, own in zip(found, tables, strict=True):
-            undo.enter_context(replaced_forward(experts.module, _experts_forward(experts.module, own)))
+            undo.enter_context(replaced_forward(experts.module, _experts_forward(experts.module, own, recompute)))
         yield
+
+
+@contextmanager
+def _fast_products() -> Iterator[None]:
+    """fp32 products by TF32 on a GPU: its errors are far below what 4 bits do to a layer's outputs."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _descend(

@@ -1,0 +1,46 @@
+"""The kernel that moves codes, against its twin: the same codes, but where two cost the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagedweight.quant.descent import Sweep, launch_move_columns, move_columns_reference
+from tests.quant.test_refine import correlated_moment
+
+WIDTHS, PARENT = (2, 3, 5), 5
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there, through the interpreter
+
+
+def sweep(experts: int, rows: int, columns: int, targets: int, moments: int) -> Sweep:
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(targets, experts, rows, columns, generator=generator)
+    codes = torch.randint(0, 1 << PARENT, (experts, rows, columns), generator=generator, dtype=torch.uint8)
+    tables = [torch.randn(experts, rows, 1 << bits, generator=generator).sort(-1).values for bits in WIDTHS]
+    parent = torch.arange(1 << PARENT)
+    values = torch.stack([t[..., parent >> (PARENT - bits)] for t, bits in zip(tables, WIDTHS, strict=True)])
+    given = values.gather(-1, codes.long().expand(len(WIDTHS), -1, -1, -1))
+    worth = torch.rand(len(WIDTHS), experts, 1, 1, generator=generator) + 0.5
+    parts = (target, correlated_moment(columns, moments), values, worth, codes, target - given)
+    return Sweep(*(part.to(DEVICE).contiguous() for part in parts))
+
+
+def loss(one: Sweep) -> torch.Tensor:
+    """sum_b worth_b tr(D_b H D_b^T)."""
+    return (one.worth * ((one.errors @ one.moment) * one.errors)).sum(dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("targets", "moments"), [(1, 1), (3, 2)])
+@pytest.mark.parametrize("columns", [4, 35])
+def test_the_kernel_moves_codes_as_its_twin_does(columns: int, targets: int, moments: int) -> None:
+    moved, wanted = (sweep(2, 2, columns, targets, moments) for _ in range(2))
+    before = loss(moved)
+    for first in range(0, columns, 32):
+        last = min(first + 32, columns)
+        for one, move in ((moved, launch_move_columns), (wanted, move_columns_reference)):
+            move(one, one.errors @ one.moment[:, :, first:last], first)
+    assert loss(moved) < 0.8 * before
+    assert (moved.codes == wanted.codes).float().mean() > 0.98
+    torch.testing.assert_close(loss(moved), loss(wanted), rtol=1e-3, atol=0)
+    given = moved.values.gather(-1, moved.codes.long().expand(len(WIDTHS), -1, -1, -1))
+    torch.testing.assert_close(moved.errors, moved.target - given)
