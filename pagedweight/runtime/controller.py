@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import numpy as np
 
@@ -83,7 +84,10 @@ class Runtime:
         resident = host.sizes.resident_bytes()
         self._floor_bytes = int(resident[:, 0].sum())
         self._rescue_order = cheapest_to_drop(policy, resident)
-        self._place()
+        with ExitStack() as on_error:
+            on_error.callback(self._planning.close)
+            self._place()
+            on_error.pop_all()
 
     @property
     def tables(self) -> BlockTables:

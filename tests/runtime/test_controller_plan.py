@@ -1,6 +1,8 @@
 """Planning beside the forwards, the operator's limits, signals that swing or stand still, and traces: end to end."""
 
+import gc
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -251,6 +253,17 @@ def test_a_runtimes_trace_replays_bit_for_bit(tmp_path, background_rows: int) ->
     assert any(step.recorded.released_bytes < 0 for step in steps)
     verbs = {line.split('"verb": "')[1].split('"')[0] for line in path.read_text("utf-8").splitlines()[1:]}
     assert verbs == ({"lower", "raise", "choose"} if background_rows == 0 else {"lower", "raise"})
+
+
+def test_a_trace_is_closed_when_the_runtime_cannot_be_made(tmp_path) -> None:
+    model = tiny_model()
+    config = RuntimeConfig(trace_path=str(tmp_path / "trace.jsonl"))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with pytest.raises(ValueError, match="raise the budget"):
+            tiny_runtime(model, 1, config)
+        gc.collect()
+    assert not [warning for warning in seen if warning.category is ResourceWarning]
 
 
 def test_a_requests_confidence_and_bounds_reach_the_plan() -> None:
