@@ -19,8 +19,8 @@ H200 = Hardware(232448, True)
 TOKENS = {"qwen": (1, 4, 16, 64), "mixtral": (1, 4, 16), "gemma": (1, 16)}
 
 
-def cut(rows: int, chunks: int = 1, splits: int = 1, warps: int = 4, stages: int = 3) -> ProductConfig:
-    return ProductConfig(rows, chunks, splits, warps, stages)
+def cut(rows: int, chunks: int = 1, splits: int = 1, warps: int = 4, stages: int = 3, words: int = 16) -> ProductConfig:
+    return ProductConfig(rows, chunks, splits, warps, stages, words=words)
 
 
 def around(
@@ -89,6 +89,8 @@ def answers() -> list[Case]:
     cases = [Case("odd", 1, "all", books, one) for books in ("lut16", "fast", "cubic")]
     cases += [Case("odd", 1, "all", "fast", one8), Case("odd", 1, "all", "cubic", one[:1], dtype=torch.float16)]
     cases += [Case("odd", m, "all", books, many) for m in (3, 33) for books in ("lut16", "fast", "cubic")]
+    halves = [DecodeConfig(cut(4, 8, words=8), cut(32, 2, words=8), 4, False, True)]
+    cases += [Case("odd", 3, "all", "lut16", halves)]
     cases += [Case("odd", m, "all", "fast", many8) for m in (2, 17, 64)]
     cases += [Case("odd", 5, "all", books, many, dtype=torch.float16) for books in ("lut16", "fast", "cubic")]
     return cases
@@ -98,9 +100,6 @@ def peers() -> list[Case]:
     """The table's settings on every shape, and lut16 at one: the rows that vLLM's stand beside."""
     framed = [case for case in chosen() if case.frames == "framed"]
     rows = [case for case in framed if case.codebooks == "fast" or (case.shape, case.tokens) == ("qwen", 16)]
-    few = [DecodeConfig(cut(16, warps=2), cut(32, 1, 2, 2), 1, int8, True) for int8 in (False, True)]
-    few += [DecodeConfig(cut(8, 2, warps=2), cut(64, 1, 2), 1, False, True)]
-    rows = [case._replace(configs=case.configs + few * ((case.shape, case.tokens) == ("gemma", 1))) for case in rows]
     return rows + [case._replace(met=5) for case in rows if (case.shape, case.tokens) == ("mixtral", 4)]
 
 
@@ -166,19 +165,24 @@ def frames() -> list[Case]:
     return framed + other + [case._replace(frames="22528") for case in framed if case.shape == "gemma"]
 
 
-def one_token_depths() -> list[Case]:
-    """One token: deeper pipelines, fewer rows a program, and other cuts of the down launch."""
-    cases = []
-    for shape, labels in (("gemma", ("3", "4", "mixed")), ("qwen", ("3", "4", "mixed"))):
-        ups = [cut(8, 2, warps=2), cut(8, 2, warps=2, stages=4), cut(4, 2, warps=1, stages=4)]
-        ups += [cut(16, warps=2, stages=stages) for stages in (3, 4, 5)] + [cut(8, warps=1, stages=5)]
-        steps = -(-SHAPES[shape][1] // 512)
-        downs = [cut(64, 1, steps), cut(32, 1, steps, 2), cut(16, 1, steps, 1)]
-        downs += [cut(16, 2, 1, 2), cut(32, 2, 1, 4)] if shape == "gemma" else [cut(8, 4, 1, 2)]
-        settings = [*around(1, ups, downs), DecodeConfig(ups[4], downs[1], 1, False, True)]
-        settings += [DecodeConfig(up, down, 1, True, True) for up in ups[3:6] for down in downs[:2]]
-        cases += [Case(shape, 1, label, "fast", settings) for label in labels]
-    return cases
+def one_token_cuts() -> list[Case]:
+    """One token: what the down launch may be cut into, beside two cuts of the first."""
+
+    def made(up: ProductConfig, down: ProductConfig, int8: bool = False, prepared: bool = False) -> DecodeConfig:
+        return DecodeConfig(up, down, 1, int8, True, prepared)
+
+    few, two, wide = cut(8, 2, warps=2), cut(16, warps=2), cut(16, 2)
+    gemma = [made(up, cut(rows, 1, 2, rows // 16)) for up in (few, two, wide) for rows in (64, 32, 16)]
+    qwen = [made(up, cut(rows, 1, 3, rows // 16)) for up in (few, two, wide, cut(8, 4)) for rows in (64, 16)]
+    qwen += [made(two, cut(rows, 1, 3, rows // 16), True) for rows in (64, 16)]
+    mixtral = [
+        made(up, cut(rows, 1, splits, rows // 16), True, True)
+        for up, rows, splits in ((two, 64, 2), (two, 64, 4), (two, 64, 7), (two, 32, 2), (two, 32, 4), (cut(32), 32, 2))
+    ]
+    cases = [Case("gemma", 1, label, "fast", gemma) for label in ("3", "4", "6", "mixed")]
+    cases += [Case("qwen", 1, label, "fast", qwen) for label in ("3", "4", "6", "mixed")]
+    cases += [Case("mixtral", 1, label, "fast", mixtral) for label in ("3", "4", "6")]
+    return [*cases, Case("mixtral", 1, "4", "fast", mixtral, frames="whole")]
 
 
 def some_tokens_depths() -> list[Case]:
@@ -208,15 +212,10 @@ def shared_tables() -> list[Case]:
     def made(tokens: int, up: ProductConfig, down: ProductConfig) -> DecodeConfig:
         return DecodeConfig(up, down, tokens, False, True, False, True)
 
-    settings = [made(4, cut(32), cut(64)), made(4, cut(16, 2), cut(32, 2)), made(2, cut(8, 4), cut(16, 4))]
-    settings += [made(4, cut(8, 2, warps=2), cut(16, 2, warps=2)), made(2, cut(4, 4, warps=2), cut(8, 4, warps=2))]
-    settings += [made(4, cut(4, 4, warps=2), cut(8, 4, warps=2)), made(4, cut(2, 4, warps=1), cut(4, 4, warps=1))]
-    settings += [
-        made(2, cut(2, 4, warps=1), cut(4, 4, warps=1)),
-        made(2, cut(4, 4, warps=2, stages=2), cut(8, 4, warps=2, stages=2)),
-    ]
-    cases = [Case("qwen", 16, "6", "lut16", settings), Case("qwen", 16, "6", "lut16", settings, dtype=torch.float16)]
-    return [*cases, Case("qwen", 16, "mixed", "lut16", settings)]
+    halves = [cut(4, 8, words=8), cut(8, 8, words=8), cut(8, 8, warps=8, words=8), cut(16, 8, warps=8, words=8)]
+    settings = [made(2, cut(8, 4), cut(16, 4)), made(2, *halves[:2]), made(4, *halves[:2]), made(2, *halves[2:])]
+    settings += [made(4, *halves[2:]), made(2, halves[0], cut(16, 4))]
+    return [Case("qwen", 16, label, "lut16", settings) for label in ("6", "mixed")]
 
 
 def gates() -> list[Case]:
@@ -243,7 +242,7 @@ def small() -> list[Case]:
 
 def suite(name: str) -> list[Case]:
     suites = (
-        sweep, chosen, answers, peers, variants, small, frames, one_token_depths, some_tokens_depths, shared_tables,
+        sweep, chosen, answers, peers, variants, small, frames, one_token_cuts, some_tokens_depths, shared_tables,
         gates,
     )  # fmt: skip
     return {made.__name__: made for made in suites}[name]()

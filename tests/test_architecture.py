@@ -24,6 +24,7 @@ LAYER = {
     "runtime": 2,
     "experts": 3,
     "discovery": 4,
+    "shared_experts": 4,
     "patching": 4,
     "saving": 4,
     "quantizing": 5,
@@ -67,6 +68,7 @@ KERNELS = {
     "fused_moe": 1,
     "decode": 1,
     "prefill": 1,
+    "compiling": 2,
     "regimes": 2,
     "ops": 3,
 }

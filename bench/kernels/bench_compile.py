@@ -1,6 +1,8 @@
-"""Times the first calls of the op from an empty compiler cache: what one model's kernels cost before it can serve.
+"""Times from an empty compiler cache what one model's kernels cost before it can serve: compiled side by side, then
+the first calls; or, with --as-they-come, by the first calls alone.
 
-    python bench/kernels/bench_compile.py [--shape qwen] [--codebooks lut16 fast] [--widths 2 3 4 5 6] [--out FILE]
+    python bench/kernels/bench_compile.py [--shape qwen] [--codebooks lut16 fast] [--widths 2 3 4 5 6]
+        [--as-they-come] [--out FILE]
 
 Batch sizes stand for the regimes that a served model meets. One process, as a user has it; Triton's cache is a folder
 of its own that is empty at the start.
@@ -14,6 +16,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -21,32 +24,39 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 TOKENS = (1, 4, 16, 64, 512)
 
 
-def first_calls(shape: str, codebooks: str, widths: tuple[int, ...]) -> dict[int, float]:
-    """Seconds of the first call at each batch size, in order; kernels of an earlier one are there already."""
+def first_calls(shape: str, codebooks: str, widths: tuple[int, ...], ahead: bool) -> dict[str, float]:
+    """Seconds of compiling ahead and of the first call at each batch size, in order; what came before is there."""
     # Not at the top: Triton reads the cache's place when it is imported.
     import torch
 
     from bench.kernels.bench_decode import codebooks_of
     from bench.kernels.decode_layers import GpuLayer, routing
+    from pagedweight.kernels.compiling import LayerArguments, compile_kernels
     from pagedweight.kernels.launch import join_codebooks
     from pagedweight.kernels.ops import fused_moe
 
     layer = GpuLayer.random(shape, 0, planes=widths[-1])
     books = codebooks_of(codebooks, widths)
     layer.commit(widths, books, 0)
-    seconds = {}
+    arguments = LayerArguments(
+        layer.bits, layer.frame_address, layer.table_address, layer.frames.view(torch.uint8), layer.mass, layer.counts,
+        layer.features, 0, 0, layer.experts, layer.intermediate, layer.frame_bytes, "silu", list(widths),
+        join_codebooks(dict(zip(widths, books, strict=True)), widths),
+    )  # fmt: skip
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, call: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        seconds[name] = round(time.perf_counter() - start, 2)
+        print(shape, codebooks, widths, name, seconds[name], "s", flush=True)
+
+    if ahead:
+        timed("ahead", lambda: compile_kernels(arguments, layer.hidden, layer.choices, torch.bfloat16))
     for tokens in TOKENS:
         batch = routing(layer, tokens, 0, torch.bfloat16)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        fused_moe(
-            *batch, layer.bits, layer.frame_address, layer.table_address, layer.frames.view(torch.uint8), layer.mass,
-            layer.counts, layer.features, 0, 0, layer.experts, layer.intermediate, layer.frame_bytes, "silu",
-            list(widths), join_codebooks(dict(zip(widths, books, strict=True)), widths),
-        )  # fmt: skip
-        torch.cuda.synchronize()
-        seconds[tokens] = round(time.perf_counter() - start, 2)
-        print(shape, codebooks, widths, f"M={tokens}", seconds[tokens], "s", flush=True)
+        timed(f"M={tokens}", lambda batch=batch: fused_moe(*batch, *arguments))
     return seconds
 
 
@@ -55,6 +65,7 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen")
     parser.add_argument("--codebooks", nargs="+", default=["lut16", "fast"])
     parser.add_argument("--widths", nargs="+", type=int, default=[2, 3, 4, 5, 6])
+    parser.add_argument("--as-they-come", action="store_true", help="compile nothing ahead")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     widths = tuple(options.widths)
@@ -62,7 +73,7 @@ def main() -> None:
     for codebooks in options.codebooks:
         with tempfile.TemporaryDirectory() as cache:
             os.environ["TRITON_CACHE_DIR"] = cache
-            seconds = first_calls(options.shape, codebooks, widths)
+            seconds = first_calls(options.shape, codebooks, widths, not options.as_they_come)
         total = round(sum(seconds.values()), 1)
         rows.append(
             {"shape": options.shape, "codebooks": codebooks, "widths": widths, "seconds": seconds, "sum": total}

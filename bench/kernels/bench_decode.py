@@ -1,6 +1,6 @@
 """Times the decode path on one GPU: microseconds per MoE layer, checked against fp64 first.
 
-    python bench/kernels/bench_decode.py [--suite chosen] [--out results.json]
+    python bench/kernels/bench_decode.py [--suite chosen] [--shapes qwen] [--out results.json]
 
 Suites are named in bench/tune.py; `peers` needs vLLM.
 
@@ -233,7 +233,8 @@ def run_case(case: Case, layers: list[GpuLayer], records: list[dict], timed: boo
 
 def describe(config: DecodeConfig) -> str:
     def one(p: ProductConfig) -> str:
-        return f"r{p.rows}c{p.chunks}k{p.splits}w{p.warps}s{p.stages}" + (f"m{p.registers}" if p.registers else "")
+        some = ("" if p.words == 16 else f"b{p.words}") + (f"m{p.registers}" if p.registers else "")
+        return f"r{p.rows}c{p.chunks}k{p.splits}w{p.warps}s{p.stages}{some}"
 
     marks = {"int8": config.int8, "prepared": config.prepared, "pdl": config.early_launch, "sum": config.separate_sum}
     flags = "".join(f" {name}" for name, on in marks.items() if on)
@@ -271,6 +272,7 @@ def main(cases: list[Case], out: Path, peers: dict[str, tuple[int, ...]], timed:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--suite", default="chosen")
+    parser.add_argument("--shapes", nargs="+", help="of the suites' shapes, these alone")
     parser.add_argument("--out", type=Path, default=Path("bench_decode.json"))
     parser.add_argument("--untimed", action="store_true", help="answers only, compiled as they come")
     parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache for the suites")
@@ -278,6 +280,7 @@ if __name__ == "__main__":
     from bench.tune import TOKENS, suite
 
     cases = [case for name in arguments.suite.split(",") for case in suite(name)]
+    cases = [case for case in cases if arguments.shapes is None or case.shape in arguments.shapes]
     if arguments.compile_only:
         compile_all(cases, min(14, os.cpu_count()))
     else:

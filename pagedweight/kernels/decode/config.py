@@ -9,7 +9,8 @@ from pagedweight.layout import check_codebook
 
 MAX_TOKENS = 64
 BYTE_CODEBOOKS = frozenset({"affine", "lut8"})
-BLOCK_COLUMNS = 512
+BLOCK_WORDS = 16
+BLOCK_COLUMNS = 32 * BLOCK_WORDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +18,9 @@ class ProductConfig:
     """How one launch cuts its rows.
 
     rows: matrix rows a program (of gate and of up each, in the first launch). chunks: operand rows a matrix row makes,
-    each with every chunks-th column block. splits: programs that share a row's columns. warps, stages: Triton's
-    num_warps and software pipelining depth. registers: most registers a thread may use; None leaves it to the compiler.
+    each with every chunks-th unit of columns: a block, which has 16 words of a row, or with `words` 8 half of one.
+    splits: programs that share a row's columns. warps, stages: Triton's num_warps and software pipelining depth.
+    registers: most registers a thread may use; None leaves it to the compiler.
     """
 
     rows: int = 32
@@ -27,6 +29,7 @@ class ProductConfig:
     warps: int = 4
     stages: int = 3
     registers: int | None = None
+    words: int = BLOCK_WORDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +148,15 @@ H200_ROWS = (
         DecodeConfig(_TWO_WARPS, ProductConfig(rows=64, splits=2), tokens=1, int8=True, prepared=True),
         every=True, most_tokens=1, large=True,
     ),
-    # Gemma: 20.8 us at 4 bits, 23.7 at 6, against 22.9 and 25.0 with the rows below; several widths 23.4 against 24.5.
+    # Gemma, 4 bits: 19.9 us, against 22.7 with the last row below and 21.3 with 16 rows a program in gate_up.
     Row(
-        DecodeConfig(_TWO_WARPS, ProductConfig(rows=32, splits=2, warps=2), tokens=1),
+        DecodeConfig(_FEW_ROWS, ProductConfig(rows=32, splits=2, warps=2), tokens=1),
         every=True, most_tokens=1, narrow=True, uniform=True, least_widest=4,
+    ),
+    # Several widths: 22.6 against 23.4 us with the row above and 23.7 with the one below.
+    Row(
+        DecodeConfig(_FEW_ROWS, ProductConfig(rows=16, splits=2, warps=1), tokens=1),
+        every=True, most_tokens=1, narrow=True, least_widest=4,
     ),
     Row(DecodeConfig(_FEW_ROWS, _WHOLE_ROWS, tokens=1), most_tokens=1, narrow=True),
     # 15.3 against 16.7 us, Qwen, 6 bits; 15.0 against 15.3, mixed.
@@ -171,7 +179,7 @@ def choose(work: Workload, hardware: Hardware = GENERIC) -> DecodeConfig:
     """The settings for a workload: the table's, made to fit the matrices and the GPU."""
     row = next(row for row in H200_ROWS if row.serves(work))
     config = replace(row.config, early_launch=hardware.early_launch)
-    steps = _steps(work.intermediate, config.down.chunks)
+    steps = _steps(work.intermediate, config.down)
     config = replace(config, down=replace(config.down, splits=min(config.down.splits, steps)))
     while config.gate_up.stages > 1 and problem(config, work, hardware) is not None:
         stages = config.gate_up.stages - 1
@@ -189,13 +197,15 @@ def problem(config: DecodeConfig, work: Workload, hardware: Hardware) -> str | N
     if config.int8 and not work.int8:
         return f"int8 products need affine, lut8, or lut16 of up to 4 bits; the codebooks are {work.codebooks}"
     prepared = config.prepared or work.tokens > 1
+    if config.int8 and min(gate_up.words, down.words) < BLOCK_WORDS:
+        return "int8 products take whole column blocks: words must be 16"
     if config.int8 and prepared and (max(gate_up.chunks, down.chunks) > 1 or config.tokens > 8):
         return "int8 products of prepared digits take whole rows and at most 8 tokens"
     if not prepared and config.tokens != 1:
         return f"tokens is {config.tokens}, but one token is not grouped; it must be 1"
     if gate_up.splits != 1:
         return f"the gate_up launch has {gate_up.splits} splits; its activation needs whole sums"
-    steps = _steps(work.intermediate, down.chunks)
+    steps = _steps(work.intermediate, down)
     if not 1 <= down.splits <= steps:
         return f"the down launch has {down.splits} splits of {steps} steps"
     columns = config.tokens * (2 if config.int8 else 1)
@@ -211,19 +221,23 @@ def _product_problem(
 ) -> str | None:
     if any(value < 1 or value & (value - 1) for value in (product.rows, product.chunks, product.warps)):
         return "rows, chunks and warps must be powers of two"
+    if product.words not in (BLOCK_WORDS // 2, BLOCK_WORDS):
+        return f"words is {product.words}; a unit of columns is a block of 16 words or half of one"
     if operand_rows != 16 * product.warps:
         return f"{operand_rows} operand rows are not 16 for each of {product.warps} warps"
-    if product.chunks * columns > 16:
-        return f"{product.chunks} chunks of {columns} columns are more than 16 operand columns"
+    most = 16 if product.words == BLOCK_WORDS else 32
+    if product.chunks * columns > most:
+        return f"{product.chunks} chunks of {columns} columns are more than {most} operand columns"
     # The pipeline keeps one step fewer in flight than it has stages.
-    needed = max(product.stages - 1, 1) * (operand_rows * 64 * planes + 1024 * product.chunks * columns)
+    held = operand_rows * 4 * product.words * planes + 64 * product.words * product.chunks * columns
+    needed = max(product.stages - 1, 1) * held
     if needed > shared_bytes:
         return f"{needed} bytes of shared memory; {shared_bytes} are there"
     return None
 
 
-def _steps(columns: int, chunks: int) -> int:
-    return -(-columns // (BLOCK_COLUMNS * chunks))
+def _steps(columns: int, product: ProductConfig) -> int:
+    return -(-columns // (32 * product.words * product.chunks))
 
 
 def check_codebooks(widths: tuple[int, ...], codebooks: tuple[str, ...]) -> None:

@@ -129,6 +129,7 @@ def _settings(product: ProductConfig) -> dict[str, int]:
     settings = {
         "ROWS": product.rows,
         "CHUNKS": product.chunks,
+        "WORDS": product.words,
         "STAGES": product.stages,
         "WARPS": product.warps,
         "num_warps": product.warps,

@@ -72,18 +72,19 @@ def block_words(block, local, COLUMNS: tl.constexpr, FRAME_ROWS: tl.constexpr):
 
 
 @triton.jit
-def block_columns(block, COLUMNS: tl.constexpr):
-    """(column, is one) of the 512 operand columns of each of the blocks (N,): (512, N)."""
+def block_columns(block, skip, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
+    """(column, is one) of the 32 * WORDS operand columns of each of the blocks (N,), from its word `skip` (N,) on:
+    (32 * WORDS, N)."""
     FULL: tl.constexpr = COLUMNS // BLOCK_COLUMNS
     TAIL: tl.constexpr = tail_words(COLUMNS)
-    k = tl.arange(0, BLOCK_COLUMNS)[:, None]
+    k = tl.arange(0, 32 * WORDS)[:, None]
     if TAIL == 0:
-        column = block[None, :] * BLOCK_COLUMNS + k
-        return column, block[None, :] < FULL
+        within = k if WORDS == BLOCK_WORDS else (k // WORDS) * BLOCK_WORDS + skip[None, :] + k % WORDS
+        return block[None, :] * BLOCK_COLUMNS + within, block[None, :] < FULL
     else:
         width = tl.multiple_of(tl.where(block >= FULL, TAIL, BLOCK_WORDS), word_alignment(COLUMNS))[None, :]
-        word = k % BLOCK_WORDS
-        column = block[None, :] * BLOCK_COLUMNS + (k // BLOCK_WORDS) * width + word
+        word = skip[None, :] + k % WORDS
+        column = block[None, :] * BLOCK_COLUMNS + (k // WORDS) * width + word
         is_one = (word < width) & (block[None, :] <= FULL)
         if COLUMNS % 64 != 0:
             is_one = is_one & (column < COLUMNS)
@@ -91,9 +92,11 @@ def block_columns(block, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def load_words(frames, first, width, block, BITS: tl.constexpr, MASKED: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tuple of (R, 16) int32, one per plane; words beyond the block or the matrix are 0."""
-    word = tl.arange(0, BLOCK_WORDS)[None, :]
+def load_words(
+    frames, first, width, block, BITS: tl.constexpr, MASKED: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr
+):
+    """A tuple of (R, WORDS) int32, one per plane; words beyond the block or the matrix are 0."""
+    word = tl.arange(0, WORDS)[None, :]
     planes = ()
     for plane in tl.static_range(BITS):
         pointer = frames[plane][:, None] + (first[:, None] + word)
@@ -120,9 +123,9 @@ def joined(tensors):
 
 
 @triton.jit
-def side_by_side(tensors, ROWS: tl.constexpr):
-    """32 tensors (ROWS, 16) -> (ROWS, 512), tensor j at columns 16 j ..."""
-    return tl.reshape(tl.permute(joined(tensors), (0, 2, 3, 4, 5, 6, 1)), (ROWS, BLOCK_COLUMNS))
+def side_by_side(tensors, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """32 tensors (ROWS, WORDS) -> (ROWS, 32 * WORDS), tensor j at columns WORDS * j ..."""
+    return tl.reshape(tl.permute(joined(tensors), (0, 2, 3, 4, 5, 6, 1)), (ROWS, 32 * WORDS))
 
 
 @triton.jit
@@ -135,11 +138,11 @@ def part(tensors, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def portable_codes(frames, first, width, block, BITS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(R, 512) int32 codes of a column block, one load, shift and mask per plane and weight."""
-    k = tl.arange(0, BLOCK_COLUMNS)[None, :]
-    j = k // BLOCK_WORDS
-    w = k % BLOCK_WORDS
+def portable_codes(frames, first, width, block, BITS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
+    """(R, 32 * WORDS) int32 codes of WORDS words of a column block, one load, shift and mask per plane and weight."""
+    k = tl.arange(0, 32 * WORDS)[None, :]
+    j = k // WORDS
+    w = k % WORDS
     held = (w < width[:, None]) & (block < column_blocks(COLUMNS))[:, None]
     bit = 4 * (4 * ((j >> 1) & 1) + (j & 1) + 2 * (w & 1)) + ((j & 15) >> 2)
     pointer_offset = first[:, None] + (w & 14) + (j >> 4)
