@@ -64,16 +64,19 @@ def resumed(path: Path, record: dict[str, object]) -> dict[str, object]:
 
 
 def measure(trained: Trained, contest: Contest, contender: Contender, budget: float) -> dict[str, dict[str, list]]:
-    """By text and figure, one value per window; code_bytes: of planes, true_bytes: as the runtime holds them."""
+    """By text and figure, one value per window. Means over windows: bits, code_bytes of planes, true_bytes as the
+    runtime holds them."""
     cell, held = {}, plan_table(trained.layout, "true")
     for text, seen in contest.texts.items():
         bits = contest.plans(contender, budget, text)
         figures = {name: rounded(values) for name, values in contest.figures(seen, bits).items()}
-        figures["bits"] = rounded(np.array([mean_bits(trained.layout, plan) for plan in bits]))
-        figures["code_bytes"] = [code_bytes(trained.layout, plan) for plan in bits]
+        figures["bits"] = rounded([np.mean([mean_bits(trained.layout, plan) for plan in bits])])
+        figures["code_bytes"] = rounded([np.mean([code_bytes(trained.layout, plan) for plan in bits])])
         on_device = [np.full_like(plan, plan.max()) if contender.holds_both else plan for plan in bits]
         figures["true_bytes"] = (
-            figures["code_bytes"] if contender.name == BF16 else [held_bytes(held, plan) for plan in on_device]
+            figures["code_bytes"]
+            if contender.name == BF16
+            else rounded([np.mean([held_bytes(held, plan) for plan in on_device])])
         )
         cell[text] = figures
     return cell
