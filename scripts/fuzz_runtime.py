@@ -26,7 +26,7 @@ EXAMPLES, STEPS = 20, 50  # of one seed
 
 
 def run_seed(number: int, *, shrink: bool) -> int:
-    """Steps taken; raises what a program has found."""
+    """Rules and forwards taken; raises what a program has found."""
     taken = 0
 
     class Counted(RuntimeMachine):
@@ -34,6 +34,11 @@ def run_seed(number: int, *, shrink: bool) -> int:
         def one_more(self) -> None:
             nonlocal taken
             taken += 1
+
+        def forward_of(self, *arguments: object) -> None:
+            nonlocal taken
+            taken += 1
+            super().forward_of(*arguments)
 
     options = settings(
         max_examples=EXAMPLES,

@@ -12,7 +12,7 @@ from tests.fuzz.runtime_machine import RuntimeMachine
 
 TestRuntimeMachine = RuntimeMachine.TestCase
 TestRuntimeMachine.settings = settings(
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=50,
     deadline=None,
     phases=[Phase.generate],  # shrinking such programs takes minutes; the script's --shrink does it
