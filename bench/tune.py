@@ -2,7 +2,8 @@
 
 The table in kernels/decode/config.py was made from `sweep`, then `variants`: the best line of a case makes or
 confirms a row. `chosen` times that table, in frames and in whole planes; `peers` does so beside vLLM's kernels;
-`answers` checks every width and codebook on ragged shapes; `small` is for tools that run launches slowly.
+`answers` checks every width and codebook on ragged shapes; `small` and `counters` are for tools that run launches
+slowly.
 """
 
 from __future__ import annotations
@@ -240,9 +241,20 @@ def small() -> list[Case]:
     ]
 
 
+def counters() -> list[Case]:
+    """Launches of true size for a profiler."""
+    chosen = [
+        ("qwen", 16, "4", "fast"),
+        ("qwen", 16, "6", "fast"),
+        ("qwen", 16, "6", "lut16"),
+        ("gemma", 1, "3", "fast"),
+    ]
+    return [_of_the_table(*case) for case in chosen]
+
+
 def suite(name: str) -> list[Case]:
     suites = (
         sweep, chosen, answers, peers, variants, small, frames, one_token_cuts, some_tokens_depths, shared_tables,
-        gates,
+        gates, counters,
     )  # fmt: skip
     return {made.__name__: made for made in suites}[name]()
