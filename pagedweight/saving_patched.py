@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedweight.checkpoint import FOLDER, CheckpointWriter
+from pagedweight.patching_devices import SpreadModel
 from pagedweight.patching_model import PagedModel
 from pagedweight.saving_source import save_rest
+from pagedweight.shared_experts import refuse_folded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,10 +27,11 @@ def save(model: PreTrainedModel, directory: str | Path, **kwargs: Any) -> None:
     kwargs: max_shard_size, for transformers' part of the files. ValueError for any other.
     """
     paged = getattr(model, "pagedweight", None)
-    if not isinstance(paged, PagedModel):
+    if not isinstance(paged, PagedModel | SpreadModel):
         raise ValueError(
             "the model is not patched; quantize it into a folder with pagedweight.quantize(model, directory)"
         )
+    refuse_folded(model)
     unknown = sorted(kwargs.keys() - set(PASSED_ON))
     if unknown:
         raise ValueError(
@@ -38,7 +41,7 @@ def save(model: PreTrainedModel, directory: str | Path, **kwargs: Any) -> None:
     directory = Path(directory)
     writer = CheckpointWriter(directory, paged.layout, recipe=paged.recipe)
     save_rest(model, directory, model.state_dict(), **kwargs)
-    for block, packed in paged.store.blocks():
+    for block, packed in paged.blocks():
         writer.add(block, packed)
     paged.policy.save(directory / FOLDER)
     writer.finish()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pagedweight.discovery import ExpertsModule, find_experts
 from pagedweight.saving_folder import DTYPES, DenseFolder, Piece
 from pagedweight.saving_names import pieces_by_target
+from pagedweight.shared_experts import refuse_folded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,6 +58,7 @@ class ModelSource:
             raise ValueError(
                 "the model is patched; write it with pagedweight.save(model, directory), or unpatch it first"
             )
+        refuse_folded(model)
         self._model = model
         self.found = find_experts(model)
 

@@ -159,7 +159,7 @@ def _on_host(drawn: torch.Tensor) -> torch.Tensor:
 def tiny_qwen(**options: object) -> Qwen2MoeConfig:
     """For a trial on the CPU."""
     return Qwen2MoeConfig(
-        vocab_size=256, hidden_size=64, moe_intermediate_size=64, shared_expert_intermediate_size=64,
+        vocab_size=256, hidden_size=64, moe_intermediate_size=64, shared_expert_intermediate_size=128,
         num_attention_heads=4, num_key_value_heads=4, num_experts=8, **options,
     )  # fmt: skip
 
