@@ -6,6 +6,7 @@ Single-bit steps of a row need not get dearer with depth, so a step is a segment
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +33,9 @@ class Steps(NamedTuple):
 
     def taken(self, start: np.ndarray, index: np.ndarray) -> int | None:
         """How many of the first steps lead from start (R,) to index (R,); None where no number of them does."""
-        ahead = self.to < index[self.row]
-        taken = int(ahead.argmax()) if ahead.any() else len(self.row)
+        # Along the steps of a prefix rows are where they led, after it none is: the place of change is searched.
+        steps = range(len(self.row))
+        taken = bisect_left(steps, True, key=lambda step: bool(self.to[step] < index[self.row[step]]))
         return taken if (self.reached(start, taken) == index).all() else None
 
     def reached(self, start: np.ndarray, count: int) -> np.ndarray:
