@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from pagedweight.discovery_devices import refuse_mixed_devices
 from pagedweight.discovery_gates import known_gate, recognise
 from pagedweight.discovery_storage import DbrxStorage, FusedStorage, Storage
 from pagedweight.experts import BIASES, PagedExperts
@@ -241,32 +242,22 @@ def refuse_quantized(model: nn.Module) -> None:
         )
 
 
-def refuse_old_device(device: torch.device, found: list[ExpertsModule]) -> None:
-    """ValueError when the kernels cannot run on an NVIDIA device, or not in the model's dtype."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return
-    capability = torch.cuda.get_device_capability(device)
-    version = ".".join(map(str, capability))
-    if capability < (7, 5):
-        raise ValueError(f"{device} has compute capability {version}; the kernels need 7.5 or later")
-    if capability < (8, 0) and any(experts.dtype == torch.bfloat16 for experts in found):
-        raise ValueError(f"{device} has compute capability {version} and no bfloat16; load the model in float16")
-
-
 def refuse_absent_weights(found: list[ExpertsModule]) -> None:
     """ValueError when a weight is on the meta device, offloaded, or on another device than the rest."""
-    devices: set[str] = set()
+    devices: set[torch.device] = set()
     for path, module, *_ in found:
+        own = {weight.device for weight in module.parameters()}
+        if len(own) > 1:
+            raise ValueError(f"{path} is spread over {', '.join(sorted(map(str, own)))}; keep each layer on one device")
+        devices |= own
         if hasattr(module, "_hf_hook") and getattr(module._hf_hook, "offload", False):
             raise ValueError(f"{path} is offloaded to CPU or disk by accelerate; load the model on one device")
         for name, weight in module.named_parameters():
-            devices.add(str(weight.device))
             if weight.is_meta:
                 raise ValueError(
                     f"{path}.{name} is on the meta device and has no data; load the model's weights before patching"
                 )
-    if len(devices) > 1:
-        raise ValueError(f"expert weights are spread over {', '.join(sorted(devices))}; load the model on one device")
+    refuse_mixed_devices(devices)
 
 
 def refuse_repeated_layers(found: list[ExpertsModule]) -> None:

@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 from pagedweight.checkpoint import FOLDER, Checkpoint, CheckpointError
-from pagedweight.discovery import ExpertsModule, find_experts, refuse_old_device
+from pagedweight.discovery import ExpertsModule, find_experts
+from pagedweight.discovery_devices import refuse_old_device
 from pagedweight.integrations.hf_hooks import add_boundary_hooks, batching_methods
 from pagedweight.layout import Layout, Projection
+from pagedweight.patching_devices import OwnLayers, Share, SpreadModel, kv_of_shares, shares_of
 from pagedweight.patching_model import PagedModel
 from pagedweight.patching_pages import PageStore, layout_of, quantize_layer
 from pagedweight.patching_quantize import Measured, sensitivity_policy
-from pagedweight.patching_sizes import choose_sizes, kv_layers_of
+from pagedweight.patching_sizes import KVLayers, Sizes, choose_sizes, kv_layers_of
 from pagedweight.policy import Policy
 from pagedweight.quant.levels import check_level
 from pagedweight.runtime.config import RuntimeConfig
@@ -52,14 +54,14 @@ def patch(
     found = find_experts(model)
     if checkpoint is not None:
         Checkpoint.open(checkpoint).verify()
-    device = found[0].device
-    return assemble(model, found, device, checkpoint, policy, config, keep_original, level, calibration)
+    devices = [experts.device for experts in found]
+    return assemble(model, found, devices, checkpoint, policy, config, keep_original, level, calibration)
 
 
 def assemble(
     model: nn.Module,
     found: list[ExpertsModule],
-    device: torch.device,
+    devices: list[torch.device],
     checkpoint: str | Path | None,
     policy: Policy | None,
     config: RuntimeConfig,
@@ -67,8 +69,9 @@ def assemble(
     level: str = "fast",
     calibration: Measured | None = None,
 ) -> nn.Module:
-    """Build the runtime for the experts that were found and put it in their place."""
-    refuse_old_device(device, found)
+    """Build a runtime on each device for the experts that were found there, and put it in their place."""
+    for device in set(devices):
+        refuse_old_device(device, found)
     with torch.inference_mode(False), torch.no_grad():
         opened = None if checkpoint is None else Checkpoint.open(checkpoint)
         given = () if opened is None else (opened.layout.widths, opened.layout.codebooks)
@@ -79,24 +82,46 @@ def assemble(
         if policy is not None:
             policy.check_layout(layout)
         in_place = [model.get_submodule(e.path) for e in found]
-        sizes = choose_sizes(layout, config, kv_layers_of(model, in_place) if config.budget_bytes is not None else [])
-        on_cuda = device.type == "cuda"
-        mapped = opened if on_cuda or config.host_pinned_bytes is not None else None
-        store = PageStore(layout, sizes.frame_bytes, config.host_pinned_bytes if on_cuda else 0, mapped)
-        done: list[ExpertsModule] = []
+        shares = shares_of(layout, devices)
+        kv = kv_of_shares(shares, layout, kv_layers_of(model, in_place) if config.budget_bytes is not None else [])
+        configs = [share.config(config, layout, n, len(shares)) for n, share in enumerate(shares)]
+        held = [begin_pages(*own, layout, opened) for own in zip(shares, configs, kv, strict=True)]
         try:
             if opened is None:
-                s_bar = quantize_into(store, found, done, keep_original, level, calibration)
+                s_bar = np.empty((layout.rows, len(layout.widths)))
+                for share, (store, _, done) in zip(shares, held, strict=True):
+                    own = [found[index] for index in share.layers]
+                    measured = None if calibration is None else OwnLayers(calibration, share)
+                    s_bar[share.rows] = quantize_into(store, own, done, keep_original, level, measured)
                 policy = policy or sensitivity_policy(layout, s_bar, calibration)
             else:
-                read_into(store, opened, found, done, keep_original)
-            paged = PagedModel(store, sizes, policy, config, device, getattr(model, "config", None))
-            paged.recipe = {"level": level, "seed": "0"} if opened is None else opened.recipe
+                for share, (store, _, done) in zip(shares, held, strict=True):
+                    read_into(store, opened, [found[index] for index in share.layers], done, keep_original)
+            parts = [
+                PagedModel(store, sizes, share.policy(policy), own, share.device, getattr(model, "config", None))
+                for share, own, (store, sizes, _) in zip(shares, configs, held, strict=True)
+            ]
         except BaseException:
-            restore_weights(store, done, device)
+            for share, (store, _, done) in zip(shares, held, strict=True):
+                restore_weights(store, done, share.device)
             raise
+        paged = parts[0] if len(parts) == 1 else SpreadModel(layout, policy, config, shares, parts)
+        paged.recipe = {"level": level, "seed": "0"} if opened is None else opened.recipe
+        for share, part in zip(shares, parts, strict=True):
+            part.replaced = [found[index] for index in share.layers]
         install(model, paged, found)
     return model
+
+
+def begin_pages(
+    share: Share, config: RuntimeConfig, kv_layers: KVLayers, layout: Layout, opened: Checkpoint | None
+) -> tuple[PageStore, Sizes, list[ExpertsModule]]:
+    """Where one device's pages will be kept, how large its arena is, and whose weights have been taken: none yet."""
+    own = share.layout(layout)
+    sizes = choose_sizes(own, config, kv_layers)
+    on_cuda = share.device.type == "cuda"
+    mapped = opened if on_cuda or config.host_pinned_bytes is not None else None
+    return PageStore(own, sizes.frame_bytes, config.host_pinned_bytes if on_cuda else 0, mapped), sizes, []
 
 
 def quantize_into(
@@ -162,7 +187,7 @@ def restore_weights(store: PageStore, originals: Sequence[ExpertsModule], device
             experts.put_weights(*(weight.to(device) for weight in dense))
 
 
-def install(model: nn.Module, paged: PagedModel, originals: list[ExpertsModule]) -> None:
+def install(model: nn.Module, paged: PagedModel | SpreadModel, originals: list[ExpertsModule]) -> None:
     """Put the paged experts in place and hook the boundary to the model's forward."""
     for index, original in enumerate(originals):
         original.replace(model, paged.experts_for(index, original.biases(), original.dtype))
@@ -177,10 +202,11 @@ def install(model: nn.Module, paged: PagedModel, originals: list[ExpertsModule])
 def unpatch(model: nn.Module) -> nn.Module:
     """Put dense experts back, in place: the originals after keep_original=True, else the parent-width ones."""
     paged = getattr(model, "pagedweight", None)
-    if not isinstance(paged, PagedModel):
+    if not isinstance(paged, PagedModel | SpreadModel):
         raise ValueError(f"this {type(model).__name__} is not patched")
     with torch.inference_mode(False), torch.no_grad():
-        restore_weights(paged.store, paged.replaced, paged.arena.memory.device)
+        for part in paged.parts:
+            restore_weights(part.store, part.replaced, part.arena.memory.device)
         for experts in paged.replaced:
             # As model.half() or model.to() would have left it.
             experts.module.to(dtype=model.get_submodule(experts.path).dense_dtype)

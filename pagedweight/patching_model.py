@@ -15,7 +15,7 @@ from pagedweight.experts import PagedExperts, TokenSlots
 from pagedweight.integrations.hf_hooks import Hooks
 from pagedweight.integrations.kv_pool import KVPool
 from pagedweight.integrations.kv_sectors import KVSectors
-from pagedweight.layout import BlockId, Layout, Projection, RoutingStats
+from pagedweight.layout import BlockId, Layout, PackedBlock, Projection, RoutingStats
 from pagedweight.patching_pages import PageStore
 from pagedweight.patching_sizes import Sizes
 from pagedweight.policy import Policy
@@ -33,8 +33,18 @@ if TYPE_CHECKING:
     from pagedweight.integrations.hf_cache import ArenaCache
 
 
-class PagedModel:
-    """The runtime of one patched model.
+class NotCopied:
+    """What holds the runtime's memory: neither copied nor pickled."""
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a patched model cannot be copied or pickled: its weights live in the runtime's memory; "
+            "use pagedweight.save and pagedweight.load, or unpatch the model first"
+        )
+
+
+class PagedModel(NotCopied):
+    """The runtime of one patched model, or of what one device holds of it.
 
     layout: its linear-blocks in table-row order. kv: where its caches take frames, None without budget_bytes.
     stats: what the kernels count. slots: which request slot each token of the next forward belongs to.
@@ -74,6 +84,11 @@ class PagedModel:
     @property
     def layout(self) -> Layout:
         return self.store.layout
+
+    @property
+    def parts(self) -> list[PagedModel]:
+        """What is on each device: here, all on one."""
+        return [self]
 
     def snapshot(self) -> RuntimeSnapshot:
         """Bytes held by planes, tables and KV, committed widths and moves, as values."""
@@ -224,11 +239,9 @@ class PagedModel:
         self._collect()
         self._runtime.close()
 
-    def __getstate__(self) -> NoReturn:
-        raise TypeError(
-            "a patched model cannot be copied or pickled: its weights live in the runtime's memory; "
-            "use pagedweight.save and pagedweight.load, or unpatch the model first"
-        )
+    def blocks(self) -> Iterator[tuple[BlockId, PackedBlock]]:
+        """Every linear-block as it was stored, in row order."""
+        return self.store.blocks()
 
     def _collect(self) -> None:
         if self.kv is not None:

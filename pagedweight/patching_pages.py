@@ -59,10 +59,10 @@ class CheckpointPages:
     Some 170 MB/s a core: for what a budget of host memory leaves out, and for what is wanted only once.
     """
 
-    def __init__(self, opened: Checkpoint, geometries: Sequence[PlaneGeometry]) -> None:
+    def __init__(self, opened: Checkpoint, layout: Layout, geometries: Sequence[PlaneGeometry]) -> None:
         self._opened = opened
         self._geometries = geometries
-        self._blocks = list(opened.layout.blocks())
+        self._blocks = list(layout.blocks())
 
     def page(self, row: int, plane: int) -> torch.Tensor:
         return to_device_order(self._opened.plane(self._blocks[row], plane), self._geometries[row])
@@ -80,7 +80,7 @@ class PageStore:
         self.layout = layout
         self.geometries = [plane_geometry(n, k, frame_bytes) for n, k in layout.row_shapes()]
         self.sizes = page_sizes(layout, self.geometries)
-        source = None if mapped is None else CheckpointPages(mapped, self.geometries)
+        source = None if mapped is None else CheckpointPages(mapped, layout, self.geometries)
         self.host = HostPages(self.sizes, pinned_bytes, source)
 
     def store(self, block: BlockId, packed: PackedBlock) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagedweight.checkpoint import Checkpoint, CheckpointError
 from pagedweight.discovery import ExpertsModule
+from pagedweight.discovery_devices import devices_of
 from pagedweight.patching import assemble, patch
 from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
@@ -48,7 +49,8 @@ def load(
     if missing:
         # transformers fills these with random numbers and warns.
         raise CheckpointError(f"{directory} lacks {', '.join(missing[:3])}; quantize the model again")
-    return assemble(model, _take_found(model), model.device, directory, policy, config or RuntimeConfig())
+    found = _take_found(model)
+    return assemble(model, found, devices_of(model, found), directory, policy, config or RuntimeConfig())
 
 
 def from_pretrained(

@@ -20,7 +20,8 @@ from transformers import JetMoeConfig, JetMoeForCausalLM, LlamaConfig, LlamaForC
 
 import pagedweight
 from pagedweight import RuntimeConfig
-from pagedweight.discovery import find_experts, refuse_old_device
+from pagedweight.discovery import find_experts
+from pagedweight.discovery_devices import refuse_old_device
 from pagedweight.experts import PagedExperts
 from pagedweight.layout import BlockId, Projection
 from tests.hf_models import COMMON, FAMILIES, gemma4_g16, mixtral_m8, quantized_folder, qwen2_moe_q60, tokens

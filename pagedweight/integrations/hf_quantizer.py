@@ -22,6 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pagedweight.checkpoint import FOLDER, Checkpoint, CheckpointError
 from pagedweight.discovery import ExpertsModule, find_experts
+from pagedweight.discovery_devices import devices_of
 from pagedweight.patching import assemble, patch
 from pagedweight.quant.levels import check_level
 from pagedweight.runtime.config import RuntimeConfig
@@ -119,7 +120,7 @@ class PagedWeightQuantizer(HfQuantizer):
         if found is None:
             patch(model, config=config, level=self.quantization_config.level)
         else:
-            assemble(model, found, model.device, self.folder, None, config)
+            assemble(model, found, devices_of(model, found), self.folder, None, config)
 
     def is_serializable(self, *args: object, **kwargs: object) -> bool:
         return False

@@ -1,0 +1,52 @@
+"""Where a model's experts belong when it is spread over devices, and which devices will not do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import nn
+
+
+class Placed(Protocol):
+    """An experts module: its name in the model, and its weights' dtype."""
+
+    path: str
+    dtype: torch.dtype
+
+
+def devices_of(model: nn.Module, found: Iterable[Placed]) -> list[torch.device]:
+    """Where each experts module of a loaded model belongs, by its device map; it need not have weights."""
+    placed = getattr(model, "hf_device_map", None) or {"": model.device}
+    chosen = []
+    for experts in found:
+        around = [name for name in placed if not name or f"{experts.path}.".startswith(f"{name}.")]
+        place = placed[max(around, key=len)] if around else model.device
+        if place == "disk":
+            raise ValueError(f"{experts.path} is offloaded to disk by accelerate; load the model on GPUs alone")
+        device = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+        chosen.append(torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device)
+    refuse_mixed_devices(set(chosen))
+    return chosen
+
+
+def refuse_mixed_devices(devices: set[torch.device]) -> None:
+    """ValueError for weights on GPUs and elsewhere, or on a disk."""
+    if len({device.type for device in devices}) > 1:
+        raise ValueError(
+            f"expert weights are spread over {', '.join(sorted(map(str, devices)))}; load the model on GPUs alone, or "
+            "on the CPU"
+        )
+
+
+def refuse_old_device(device: torch.device, found: Iterable[Placed]) -> None:
+    """ValueError when the kernels cannot run on an NVIDIA device, or not in the model's dtype."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return
+    capability = torch.cuda.get_device_capability(device)
+    version = ".".join(map(str, capability))
+    if capability < (7, 5):
+        raise ValueError(f"{device} has compute capability {version}; the kernels need 7.5 or later")
+    if capability < (8, 0) and any(experts.dtype == torch.bfloat16 for experts in found):
+        raise ValueError(f"{device} has compute capability {version} and no bfloat16; load the model in float16")
