@@ -26,8 +26,8 @@ from pagedweight.runtime.table_view import TableSnapshot, Transition
 
 _LOG = logging.getLogger(__name__)
 _NOTHING = Plan()
-# Statistics and queue grow old for so many periods: asking costs a forward about 0.7 ms, and signals drift slowly.
-_SHORTEST_WAIT_PERIODS, _LONGEST_WAIT_PERIODS = 4, 32
+# Statistics and queue grow old for so many periods: asking costs a forward about 0.3 ms, and signals drift slowly.
+_SHORTEST_WAIT_PERIODS, _LONGEST_WAIT_PERIODS = 8, 32
 # Launching a raise takes the host about 50 us (bench_pager on an H200), more where frames have to move for its table:
 # all at once, many rows would hold up a forward.
 _RAISES_PER_BOUNDARY = 32
