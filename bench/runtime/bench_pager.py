@@ -13,7 +13,7 @@ from pagedweight.layout import Layout, MoeLayer
 from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
 from pagedweight.runtime.controller import Runtime
-from pagedweight.runtime.frames import Arena
+from pagedweight.runtime.frames import KV_OWNER, Arena, OwnerKind
 from pagedweight.runtime.kv import CallableGauge, KVState
 from pagedweight.runtime.pager import Pager
 from pagedweight.runtime.pages import HostPages, PageSizes
@@ -85,6 +85,45 @@ def bench_a_plan_of_100_moves(benchmark, host):
     table.check()
     assert (table.committed == 6).all()
     benchmark.extra_info.update(rows=LAYOUT.rows, moves=200, device=arena.memory.device.type)
+
+
+def bench_32_raises_in_a_fragmented_arena(benchmark):
+    """Gemma-4's 7,680 rows in small frames; KV stands in every second free one, so that frames move for every table."""
+    layers, experts = (2, 4) if benchmark.disabled else (30, 128)
+    layout = Layout(tuple(MoeLayer(at, experts, 64, 32) for at in range(layers)), WIDTHS, LAYOUT.codebooks)
+    sizes = PageSizes.of(layout, np.ones(layout.rows, dtype=np.int64), 512)
+    host = HostPages(sizes, None if torch.cuda.is_available() else 0)
+    for row, (n, _) in enumerate(layout.row_shapes()):
+        for plane in range(6):
+            host.store(row, plane, torch.zeros(512, dtype=torch.uint8))
+        for width in WIDTHS:
+            host.store_table(row, width, torch.zeros(n, 2**width, dtype=torch.float16))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    arena = Arena(2 * int(sizes.resident_bytes()[:, 1].sum()), 512, device)
+    table = PageTable(layout, sizes, arena)
+    pager = Pager(table, arena, host, make_engine(arena))
+    pager.follow_kv(lambda sources, targets: None)
+    for bits in (2, 3):
+        pager.start([Transition(row, int(table.committed[row]), bits, 0) for row in range(layout.rows)])
+        pager.settle()
+    rows = np.random.default_rng(0).permutation(layout.rows)[:32].tolist()
+    raising = [Transition(row, 3, 6, 0) for row in rows]
+
+    def scattered() -> None:
+        pager.settle()
+        pager.lower([Transition(row, int(table.committed[row]), 3, 0) for row in rows if table.committed[row] > 3])
+        table.publish()
+        pager.start()
+        pager.settle()
+        arena.free(np.flatnonzero(arena.kinds == OwnerKind.KV))
+        arena.free(arena.allocate(arena.free_frames, KV_OWNER)[::2])
+
+    benchmark.pedantic(lambda: pager.start(raising), setup=scattered, rounds=1 if benchmark.disabled else 30)
+    pager.settle()
+    table.check()
+    assert pager.moves.relocated_bytes > 0
+    benchmark.extra_info.update(rows=layout.rows, frames=arena.frames, device=arena.memory.device.type)
+    benchmark.extra_info.update(raised=int((table.committed == 6).sum()), deferred=pager.moves.deferred_rows)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
