@@ -38,7 +38,7 @@ STRETCH_STEPS = 16
 SETTLING_STEPS = 3  # of a stretch: the first forwards after a wait start on an idle device
 RESTORE_BATCH, RESTORE_STEPS = 4, 192
 IDLE_BOUNDARIES = 2000  # at most, after that, without forwards
-WORKSPACE_BYTES = 2 * 2**30
+WORKSPACE_BYTES = 16 * 2**30
 
 
 class Run(NamedTuple):
