@@ -151,6 +151,9 @@ def dynamic(record: Mapping[str, Any]) -> Lines:
 
 def throughput(record: Mapping[str, Any]) -> Lines:
     """Table 3: tokens/s and peak reserved memory."""
+    kinds = (("shared", "the shared expert paged too"), ("compiled", "layers compiled by torch.compile"))
+    yield f"### {'; '.join(['Qwen1.5-MoE-A2.7B shape', *(text for name, text in kinds if record.get(name))])}"
+    yield ""
     batches = sorted({row["batch"] for row in [*record["dense"], *record.get("paged", [])]})
     named: dict[str, dict[int, Mapping[str, Any]]] = {}
     for row in [*record["dense"], *record.get("paged", [])]:
@@ -190,6 +193,26 @@ def of_speed(row: Mapping[str, Any] | None) -> str:
     return "-" if row is None else f"{row['peak_reserved_bytes'] / 1e9:.2f}, {row['tokens_per_second']:.1f}"
 
 
+def shared_experts(record: Mapping[str, Any]) -> Lines:
+    """Bytes and KL of paging the shared experts too."""
+    yield f"### {record['model']}"
+    yield ""
+    texts = list(record["rows"][0]["kl"])
+    rows = (
+        (
+            f"{row['paged']}, {row['width']} bits",
+            f"{row['paged_bytes'] / 1e6:.2f}",
+            f"{row['rest_bytes'] / 1e6:.2f}",
+            *(f"{1e3 * np.mean(row['kl'][text]):.3f}" for text in texts),
+        )
+        for row in record["rows"]
+    )
+    yield from table(["paged experts", "MB paged", "MB of the rest, fp32", *(f"KL, {text}" for text in texts)], rows)
+    yield f"KL to the unquantized model in 10^-3 nats a token, {len(record['rows'][0]['kl'][texts[0]])} windows a text."
+    yield ""
+    yield from made_by(record, record["machine"]["device"])
+
+
 def pressure(record: Mapping[str, Any]) -> Lines:
     """What one budget holds of KV cache."""
     rows = (
@@ -212,6 +235,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], Lines], str], ...]
     ),
     ("While the KV cache grows", "dynamic-*.json", dynamic, "bench/e2e/dynamic.py."),
     ("Decoding speed and memory", "h200-throughput-*.json", throughput, "bench/e2e/throughput.py says what a step is."),
+    ("Shared experts too", "shared-experts-*.json", shared_experts, "How: [transformers.md](transformers.md)."),
     ("Room for KV cache", "h200-pressure-*.json", pressure, "More: [memory.md](memory.md)."),
 )
 
