@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Protocol
 
 import torch
@@ -38,6 +41,21 @@ def refuse_mixed_devices(devices: set[torch.device]) -> None:
             f"expert weights are spread over {', '.join(sorted(map(str, devices)))}; load the model on GPUs alone, or "
             "on the CPU"
         )
+
+
+def refuse_unwritable_kernel_cache(environment: Mapping[str, str] = os.environ) -> None:
+    """ValueError when kernels could not be compiled, since Triton has nowhere to put them."""
+    home = environment.get("TRITON_HOME") or os.path.expanduser("~")
+    folder = Path(environment.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"kernels are compiled into {folder}, which cannot be written ({error.strerror}); set TRITON_CACHE_DIR to "
+            "a folder that can"
+        ) from error
 
 
 def refuse_old_device(device: torch.device, found: Iterable[Placed]) -> None:
