@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import pagedweight
+from pagedweight.cli_bench import bench
 from pagedweight.cli_common import fail, require_extras, size_option
 from pagedweight.cli_doctor import doctor
 from pagedweight.cli_eval import evaluate
@@ -83,6 +84,7 @@ app.command()(replay)
 app.command()(doctor)
 app.command()(inspect)
 app.command()(report)
+app.command()(bench)
 app.command()(serve)
 app.command()(top)
 app.command("eval")(evaluate)

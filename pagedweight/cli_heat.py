@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -44,3 +46,9 @@ def _cell(level: int, wide: int, console: Console) -> Text:
     if console.color_system is None:
         return Text(INKS[level] * wide)
     return Text(" " * wide, style=f"on {SHADES[level]}")
+
+
+def save_picture(console: Console, path: Path, title: str) -> None:
+    """What a recording console has printed, as an SVG that asks the network for nothing. OSError when it cannot be."""
+    fetched = re.compile(r"@font-face\s*\{.*?\}", re.DOTALL)  # rich would have fonts loaded from elsewhere
+    path.write_text(fetched.sub("", console.export_svg(title=title)), encoding="utf-8")

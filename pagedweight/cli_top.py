@@ -99,6 +99,7 @@ def _draw(address: str, readings: Iterable[Reading | str], picture: Path) -> Non
     """The screen after the last reading, as a picture."""
     from rich.console import Console
 
+    from pagedweight.cli_heat import save_picture
     from pagedweight.cli_top_view import View
 
     console = Console(
@@ -109,7 +110,7 @@ def _draw(address: str, readings: Iterable[Reading | str], picture: Path) -> Non
         view.add(reading)
     console.print(view.render())
     try:
-        console.save_svg(str(picture), title="pagedweight top")
+        save_picture(console, picture, "pagedweight top")
     except OSError as error:
         raise fail(f"--picture {picture}: {error.strerror}") from error
     typer.echo(str(picture))

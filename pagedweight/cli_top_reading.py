@@ -97,7 +97,7 @@ def _vllm(samples: Mapping[str, float], seconds: float) -> Reading:
         raised=own("raised"),
         released_bytes=0.0,
         loaded_bytes=0.0,
-        stalled_seconds=own("planning_seconds"),
+        stalled_seconds=0.0,
         shortfall_bytes=own("shortfall_bytes"),
         in_flight_bytes=0.0,
         running=samples.get("vllm:num_requests_running", 0.0),

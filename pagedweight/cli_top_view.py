@@ -99,7 +99,6 @@ class View:
             table.add_row(f"{name}, MiB", f"{getattr(now, size) / MIB:,.1f}", f"{rates[size] / MIB:,.1f}")
         table.add_row("stalled, ms", f"{1e3 * now.stalled_seconds:,.1f}", f"{1e3 * rates['stalled_seconds']:,.1f}")
         table.add_row("requests answered", f"{now.answered:,.0f}", f"{rates['answered']:,.1f}")
-        table.add_row(
-            "in flight, short of, MiB", f"{now.in_flight_bytes / MIB:,.1f}", f"{now.shortfall_bytes / MIB:,.1f}"
-        )
+        table.add_row("in flight, MiB", f"{now.in_flight_bytes / MIB:,.1f}", "")
+        table.add_row("shortfall, MiB", f"{now.shortfall_bytes / MIB:,.1f}", "")
         return table

@@ -148,6 +148,7 @@ def test_json_has_a_line_for_each_reading_and_a_picture_is_a_picture(tmp_path: P
         assert set(json.loads(lines[0])) == set(Reading._fields)
         done = run(address, "--readings", "2", "--picture", str(tmp_path / "top.svg"))
     assert done.exit_code == 0, done.output
+    assert "url(http" not in (tmp_path / "top.svg").read_text()  # no fonts from elsewhere
     picture = ElementTree.parse(tmp_path / "top.svg").getroot()
     assert "5.00\xa0mean\xa0bits" in "".join(picture.itertext())
 
