@@ -104,12 +104,13 @@ class Runtime:
     ) -> None:
         """Between two forwards: collect, raise, read, plan, lower, publish, start. Waits for the device only when
         the coming forward's KV blocks (pending_blocks) do not fit otherwise, or when the config asks for determinism.
+        Nothing happens while a CUDA graph is captured.
 
         forecast_blocks: KV blocks expected after the coming forward's. request_kv: float (R_s,), what each request slot
         holds of the KV cache, in any unit, by which the requests' statistics are weighed; None weighs them alike.
         """
         with self._turn:
-            if not self._paused:
+            if not (self._paused or self._engine.capturing()):
                 self._boundary(pending_blocks, forecast_blocks, request_kv)
 
     def _boundary(self, pending_blocks: int, forecast_blocks: int, request_kv: np.ndarray | None) -> None:

@@ -56,6 +56,10 @@ class TransferEngine(Protocol):
         launched so far and those launched next."""
         ...
 
+    def capturing(self) -> bool:
+        """Whether what is launched now is recorded, to run later."""
+        ...
+
     def close(self) -> None:
         """Wait for everything in flight."""
         ...
@@ -102,6 +106,9 @@ class ImmediateEngine:
 
     def relocate(self, sources: np.ndarray, targets: np.ndarray) -> None:
         self._rows.index_copy_(0, torch.from_numpy(targets), self._rows[torch.from_numpy(sources)])
+
+    def capturing(self) -> bool:
+        return False
 
     def close(self) -> None:
         return None

@@ -136,6 +136,9 @@ class CudaEngine:
         ids = self._on_device(np.stack([sources, targets]), torch.cuda.current_stream(self._device))
         self._words.index_copy_(0, ids[1], self._words.index_select(0, ids[0]))
 
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
     def close(self) -> None:
         streams = self._copy_stream, self._spread_stream, self._write_stream
         for stream in (*streams, torch.cuda.current_stream(self._device)):

@@ -237,6 +237,9 @@ class CrankedEngine:
             raise TransferFault("the frames could not be relocated")
         self._arena.rows[torch.from_numpy(targets)] = self._arena.rows[torch.from_numpy(sources)]
 
+    def capturing(self) -> bool:
+        return False
+
     def close(self) -> None:
         while self.pending:
             self.pending[0].turn()

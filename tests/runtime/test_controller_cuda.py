@@ -158,6 +158,25 @@ def test_case_67_pages_that_move_on_a_thread_stand_still_while_a_graph_is_captur
     runtime.close()
 
 
+def test_a_boundary_inside_a_capture_does_nothing():
+    """As in a model whose whole forward is captured, its hooks included."""
+    runtime, _ = make_runtime(4000, gauge=CallableGauge(lambda: KVState(0, 40 * FRAME_BYTES)))
+    runtime.boundary()
+    assert not runtime.idle
+    seen, graph = runtime.snapshot(), torch.cuda.CUDAGraph()
+    output = torch.zeros(LAYOUT.rows, dtype=torch.int32, device="cuda")
+    with torch.cuda.graph(graph):
+        for _ in range(5):
+            runtime.boundary()
+        output.copy_(runtime.tables.bits)
+    assert runtime.snapshot().moves.lowered_rows == seen.moves.lowered_rows > 0
+    runtime.boundary()
+    graph.replay()
+    assert output.tolist() == runtime.snapshot().bits.tolist()
+    runtime.check()
+    runtime.close()
+
+
 def test_case_73_a_page_is_handed_out_only_when_its_write_back_is_complete():
     runtime, host = make_runtime(3200)
     runtime.set_bits(6)
