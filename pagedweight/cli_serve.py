@@ -18,6 +18,7 @@ from pagedweight.cli_common import fail, require_extras, size_option
 if TYPE_CHECKING:
     from pagedweight.serving.engine import Engine
 
+GRACE_SECONDS = 15  # for running requests when the server is stopped; a second Ctrl-C ends it at once
 TokenFile = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, readable=True)]
 
 
@@ -84,7 +85,13 @@ def serve(
     app = build_app(loaded, limits, admin_token=admin_token, api_key=api_key)
     typer.echo(f"serving {loaded.name} at http://{host}:{port}", err=True)
     uvicorn.run(
-        app, host=host, port=port, log_level="warning", timeout_keep_alive=30, limit_concurrency=4 * max_requests
+        app,
+        host=host,
+        port=port,
+        log_level="warning",
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        limit_concurrency=4 * max_requests,
     )
 
 
