@@ -23,6 +23,7 @@ from pagedweight.policy import Policy
 from pagedweight.quant.levels import check_level
 from pagedweight.runtime.config import RuntimeConfig
 from pagedweight.saving_patched import saver
+from pagedweight.shared_experts import fold_shared_experts, unfold_shared_experts
 
 WIDTHS = (2, 3, 4, 5, 6)
 
@@ -36,6 +37,7 @@ def patch(
     keep_original: bool = False,
     level: str = "fast",
     calibration: Measured | None = None,
+    shared_experts: bool = False,
 ) -> nn.Module:
     """Replace a model's routed experts by paged ones, in place; returns the model, with its runtime at .pagedweight.
 
@@ -44,6 +46,7 @@ def patch(
     config: without budget_bytes everything stays at the parent width and the KV cache stays outside.
     keep_original: keep the dense weights for an exact unpatch(); otherwise each layer's are dropped as it is quantized.
     level, calibration: of quantizing now, as in quantize(); calibration is a Statistics of this model.
+    shared_experts: page the shared experts too, which every token reads; quantized now, and never saved.
     ValueError (or CheckpointError) when the model, the checkpoint or the budget will not do; the model is unchanged.
     When quantizing itself fails half-way, layers that had lost their dense weights get their parent-width ones back.
     """
@@ -51,11 +54,18 @@ def patch(
     if hasattr(model, "pagedweight"):
         raise ValueError(f"this {type(model).__name__} is patched already; unpatch it first")
     check_level(level, calibration is not None)
-    found = find_experts(model)
-    if checkpoint is not None:
-        Checkpoint.open(checkpoint).verify()
-    devices = [experts.device for experts in found]
-    return assemble(model, found, devices, checkpoint, policy, config, keep_original, level, calibration)
+    folded = fold_shared_experts(model) if shared_experts else []
+    try:
+        found = find_experts(model)
+        if checkpoint is not None:
+            Checkpoint.open(checkpoint).verify()
+        devices = [experts.device for experts in found]
+        assemble(model, found, devices, checkpoint, policy, config, keep_original, level, calibration)
+    except BaseException:
+        unfold_shared_experts(folded)
+        raise
+    model.pagedweight.folded = folded
+    return model
 
 
 def assemble(
@@ -213,6 +223,7 @@ def unpatch(model: nn.Module) -> nn.Module:
             # As model.half() or model.to() would have left it.
             experts.module.to(dtype=model.get_submodule(experts.path).dense_dtype)
             experts.restore(model)
+        unfold_shared_experts(paged.folded)
         paged.hooks.take_off()
         paged.close()
         del model.pagedweight

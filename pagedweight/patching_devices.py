@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from pagedweight.discovery import ExpertsModule
 from pagedweight.experts import PagedExperts
 from pagedweight.layout import BlockId, Layout, PackedBlock, Projection
 from pagedweight.patching_model import NotCopied, PagedModel
@@ -21,6 +20,7 @@ from pagedweight.runtime.config import RuntimeConfig
 from pagedweight.runtime.controller_report import RuntimeSnapshot, block_named
 from pagedweight.runtime.kv import KVState
 from pagedweight.runtime.pager import Moves
+from pagedweight.shared_experts import Folded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -130,7 +130,7 @@ class SpreadModel(NotCopied):
     """
 
     kv = None
-    replaced: Sequence[ExpertsModule] = ()
+    folded: Sequence[Folded] = ()
     recipe: Mapping[str, str]
     hooks: Hooks
 

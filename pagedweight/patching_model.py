@@ -26,6 +26,7 @@ from pagedweight.runtime.frames import Arena, OutOfFrames
 from pagedweight.runtime.kv import ArenaGauge
 from pagedweight.runtime.observe import forecast_blocks
 from pagedweight.runtime.transfer import ImmediateEngine
+from pagedweight.shared_experts import Folded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -49,10 +50,12 @@ class PagedModel(NotCopied):
     layout: its linear-blocks in table-row order. kv: where its caches take frames, None without budget_bytes.
     stats: what the kernels count. slots: which request slot each token of the next forward belongs to.
     recipe: what the pages were made from, as Checkpoint.recipe. replaced: the experts modules that stood in the model.
+    folded: shared experts that are among them.
     hooks: call the boundary before each of its forwards.
     """
 
     replaced: Sequence[ExpertsModule] = ()
+    folded: Sequence[Folded] = ()
     recipe: Mapping[str, str] = MappingProxyType({})
     hooks: Hooks
 

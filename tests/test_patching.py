@@ -504,3 +504,51 @@ def test_case_89_without_a_shared_cache_widths_stay_as_they_are() -> None:
         model = pagedweight.patch(small(), config=config)
         model.generate(tokens(2, 5), max_new_tokens=20, do_sample=False)
         assert set(model.pagedweight.snapshot().bits) == {6}
+
+
+@torch.no_grad()
+def test_shared_experts_are_paged_too_when_asked_for_and_come_back() -> None:
+    make, ids = lambda: qwen2_moe_q60(num_experts=4, shared_expert_intermediate_size=88), tokens(1, 9)
+    dense, model = make(), make()
+    pagedweight.patch(model, shared_experts=True, keep_original=True)
+    assert model.pagedweight.layout.moe_layers[0].experts == 4 + 2
+    assert (model(ids).logits - dense(ids).logits).abs().max() < 0.1 * dense(ids).logits.abs().max()
+    model.pagedweight.set_bits(2)
+    assert not torch.equal(model(ids).logits, dense(ids).logits)
+    pagedweight.unpatch(model)
+    assert torch.equal(model(ids).logits, dense(ids).logits)
+    # What cannot be done leaves the model as it was.
+    with pytest.raises(ValueError, match="budget_bytes is 1"):
+        pagedweight.patch(model, shared_experts=True, config=RuntimeConfig(budget_bytes=1))
+    assert torch.equal(model(ids).logits, dense(ids).logits)
+    with pytest.raises(ValueError, match="no shared expert beside it"):
+        pagedweight.patch(small(), shared_experts=True)
+
+
+def test_inputs_that_were_prepared_for_no_forward_do_not_cost_another_its_boundary() -> None:
+    model = pagedweight.patch(small())
+    first, other = tokens(1, 4), tokens(1, 5)
+    with torch.no_grad():
+        before = model.pagedweight.snapshot().step
+        model.prepare_inputs_for_generation(first, is_first_iteration=True)
+        assert model.pagedweight.snapshot().step == before + 1
+        model(other)
+        assert model.pagedweight.snapshot().step == before + 2
+        model(**model.prepare_inputs_for_generation(first, is_first_iteration=True))
+        assert model.pagedweight.snapshot().step == before + 3
+
+
+def test_unpatching_leaves_a_save_of_ones_own_before_and_after() -> None:
+    def mine(folder: str) -> str:
+        return folder
+
+    for when in ("before", "after"):
+        model = small()
+        if when == "before":
+            model.save_pretrained = mine
+        pagedweight.patch(model)
+        assert model.save_pretrained is not mine
+        if when == "after":
+            model.save_pretrained = mine
+        pagedweight.unpatch(model)
+        assert model.save_pretrained is mine
