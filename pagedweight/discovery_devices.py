@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Protocol
@@ -43,10 +42,15 @@ def refuse_mixed_devices(devices: set[torch.device]) -> None:
         )
 
 
-def refuse_unwritable_kernel_cache(environment: Mapping[str, str] = os.environ) -> None:
-    """ValueError when kernels could not be compiled, since Triton has nowhere to put them."""
-    home = environment.get("TRITON_HOME") or os.path.expanduser("~")
-    folder = Path(environment.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
+def kernel_cache_folder() -> Path:
+    """Where Triton puts compiled kernels."""
+    from triton import knobs
+
+    return Path(knobs.cache.dir)
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """ValueError when kernels could not be compiled, since there is nowhere to put them."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):

@@ -11,7 +11,7 @@ from torch import nn
 
 from pagedweight.checkpoint import FOLDER, Checkpoint, CheckpointError
 from pagedweight.discovery import ExpertsModule, find_experts
-from pagedweight.discovery_devices import refuse_old_device, refuse_unwritable_kernel_cache
+from pagedweight.discovery_devices import kernel_cache_folder, refuse_old_device, refuse_unwritable
 from pagedweight.integrations.hf_hooks import add_boundary_hooks, batching_methods
 from pagedweight.layout import Layout, Projection
 from pagedweight.patching_devices import OwnLayers, Share, SpreadModel, kv_of_shares, shares_of
@@ -83,7 +83,7 @@ def assemble(
     for device in set(devices):
         refuse_old_device(device, found)
         if device.type == "cuda":
-            refuse_unwritable_kernel_cache()
+            refuse_unwritable(kernel_cache_folder())
     with torch.inference_mode(False), torch.no_grad():
         opened = None if checkpoint is None else Checkpoint.open(checkpoint)
         given = () if opened is None else (opened.layout.widths, opened.layout.codebooks)

@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 import pagedweight
 from pagedweight import RuntimeConfig
 from pagedweight.discovery import find_experts
-from pagedweight.discovery_devices import devices_of, refuse_unwritable_kernel_cache
+from pagedweight.discovery_devices import devices_of, kernel_cache_folder, refuse_unwritable
 from pagedweight.layout import BlockId, Projection
 from pagedweight.patching import assemble
 from tests.hf_models import FAMILIES, mixtral_m8, quantized_folder, tokens
@@ -153,12 +153,13 @@ def test_a_device_map_says_where_experts_belong() -> None:
             devices_of(model, found)
 
 
-def test_case_121_a_kernel_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    refuse_unwritable_kernel_cache({"TRITON_CACHE_DIR": str(tmp_path / "new" / "cache")})
-    assert not list((tmp_path / "new" / "cache").iterdir())
+def test_case_121_a_kernel_cache_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "new" / "cache"))
+    assert kernel_cache_folder() == tmp_path / "new" / "cache"
+    refuse_unwritable(kernel_cache_folder())
+    assert not list(kernel_cache_folder().iterdir())
     (tmp_path / "file").write_bytes(b"")  # a folder without write permission is no obstacle for root
-    for name, folder in (("TRITON_CACHE_DIR", "file/cache"), ("TRITON_HOME", "file")):
-        with pytest.raises(
-            ValueError, match=r"cannot be written \(Not a directory\); set TRITON_CACHE_DIR to a folder"
-        ):
-            refuse_unwritable_kernel_cache({name: str(tmp_path / folder)})
+    with pytest.raises(ValueError, match=r"cannot be written \(Not a directory\); set TRITON_CACHE_DIR to a folder"):
+        refuse_unwritable(tmp_path / "file" / "cache")
