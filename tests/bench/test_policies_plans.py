@@ -1,4 +1,4 @@
-"""What competes with the planner in bench/policies.py: the paper's plain greedy, and column energies in heads' place."""
+"""What competes with the planner in bench/policies.py: the plain greedy, and column energies in heads' place."""
 
 from __future__ import annotations
 
