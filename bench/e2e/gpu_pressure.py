@@ -97,6 +97,7 @@ def moving(
     runtime.check()
     report = {
         "batch": batch,
+        "restore_batch": RESTORE_BATCH,
         "steps": steps,
         "tokens_per_sequence": tokens,
         "filled": steps < most_steps,
