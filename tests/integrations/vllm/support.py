@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import pagedweight
@@ -35,9 +35,16 @@ def write_paged(family: str, out: Path) -> Path:
     return pagedweight.quantize((FAMILIES | ODD)[family](), out)
 
 
-def write_dense(family: str, paged: Path, bits: int, out: Path) -> Path:
-    """The same model with its experts as the pages give them at a width, as an ordinary float checkpoint."""
-    DenseReference.of(FAMILIES[family](), paged).set_bits(bits).save_pretrained(out)
+def write_dense(family: str, paged: Path, bits: int, out: Path, adapter: Path | None = None) -> Path:
+    """The same model with its experts as the pages give them at a width, as an ordinary float checkpoint; an adapter's
+    products are added to its weights."""
+    model = DenseReference.of(FAMILIES[family](), paged).set_bits(bits)
+    added = load_file(adapter / "adapter_model.safetensors") if adapter else {}
+    for name, module in model.named_modules():
+        sides = [added.get(f"base_model.model.{name}.lora_{side}.weight") for side in "BA"]
+        if sides[0] is not None:
+            module.weight.data += sides[0] @ sides[1]
+    model.save_pretrained(out)
     return out
 
 
