@@ -59,9 +59,11 @@ def commands(text: str) -> list[str]:
 
 
 def documented() -> Iterator[Block]:
-    """Shell blocks of docs/ in the order of the site."""
+    """Shell blocks of docs/, and those in Python that only this script runs; the quickstart comes first."""
     for page in sorted((ROOT / "docs").glob("*.md"), key=lambda page: (page.name != "quickstart.md", page.name)):
-        yield from (block for block in blocks(page) if block.language in SHELL)
+        for block in blocks(page):
+            if block.language in SHELL or block.mark.startswith(HERE_ALONE):
+                yield block
 
 
 def prepare(folder: Path, python: str) -> None:
@@ -131,6 +133,10 @@ def try_page(page: str, found: list[Block], folder: Path, environment: Path) -> 
                 continue
             if block.mark == SERVER:
                 yield shell.start(page, commands(block.text)[0])
+                continue
+            if block.language == "python":
+                (folder / f"line_{block.line}.py").write_text(block.text, encoding="utf-8")
+                yield shell.run(page, f"python line_{block.line}.py")
                 continue
             for command in commands(block.text):
                 yield shell.run(page, command)

@@ -23,13 +23,16 @@ from pagedweight.serving.engine import Engine
 from tests.serving.support import ADMIN_TOKEN, LIMITS, engine, served
 
 PROMPT = "The old harbour was built in the"
+KEY = "the-key-of-a-user"
+WITH_KEY = {"Authorization": f"Bearer {KEY}"}
 ADMIN = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
-CLIENTS = {True: 64, False: 6}  # at once; one by one they would wait for each other
+CLIENTS = 64
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["continuous", "one by one"])
-def running(request: pytest.FixtureRequest) -> Engine:
-    return engine(batched=request.param)
+@pytest.fixture(scope="module")
+def running() -> Engine:
+    """Continuous batching."""
+    return engine(batched=True)
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +42,27 @@ def address(running: Engine) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> str:
+def one_by_one() -> Engine:
+    return engine(batched=False)
+
+
+@pytest.fixture(scope="module")
+def expected(one_by_one: Engine) -> str:
     """Eight greedy tokens of the model by itself."""
-    alone = engine(batched=False)
-    ids = alone.tokenizer(PROMPT, return_tensors="pt")
-    answer = alone.model.generate(**ids, max_new_tokens=8, do_sample=False)
-    return alone.tokenizer.decode(answer[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    ids = one_by_one.tokenizer(PROMPT, return_tensors="pt")
+    answer = one_by_one.model.generate(**ids, max_new_tokens=8, do_sample=False)
+    return one_by_one.tokenizer.decode(answer[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def alone(one_by_one: Engine, expected: str) -> Iterator[str]:
+    """The address of a server that takes one request after the other, from whoever has the key."""
+    with served(one_by_one, api_key=KEY) as at:
+        yield at
 
 
 def client(address: str) -> OpenAI:
-    return OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+    return OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0)
 
 
 def metrics(address: str) -> dict[str, float]:
@@ -57,8 +71,9 @@ def metrics(address: str) -> dict[str, float]:
     return {" ".join([s.name, *s.labels.values()]): s.value for family in families for s in family.samples}
 
 
-def test_openais_client_gets_the_models_own_tokens(address: str, expected: str) -> None:
-    openai = client(address)
+@pytest.mark.parametrize("server", ["address", "alone"])
+def test_openais_client_gets_the_models_own_tokens(server: str, expected: str, request: pytest.FixtureRequest) -> None:
+    openai = client(request.getfixturevalue(server))
     assert [model.id for model in openai.models.list()] == ["tiny"]
     whole = openai.completions.create(model="tiny", prompt=PROMPT, max_tokens=8, temperature=0)
     assert whole.choices[0].text == expected
@@ -68,7 +83,7 @@ def test_openais_client_gets_the_models_own_tokens(address: str, expected: str) 
     assert parts[-1].choices[0].finish_reason == "length"
 
 
-def test_many_clients_at_once_are_all_answered(address: str, running: Engine, expected: str) -> None:
+def test_many_clients_at_once_are_all_answered(address: str, expected: str) -> None:
     """Half of them greedy: whoever shares a batch with others' sampling still gets the model's own tokens."""
 
     def ask(number: int) -> tuple[int, str]:
@@ -76,9 +91,8 @@ def test_many_clients_at_once_are_all_answered(address: str, running: Engine, ex
         answer = httpx.post(f"{address}/v1/completions", json=body, timeout=100)
         return answer.status_code, answer.json()["choices"][0]["text"]
 
-    count = CLIENTS[running.batched]
-    with ThreadPoolExecutor(count) as clients:
-        answers = list(clients.map(ask, range(count)))
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        answers = list(clients.map(ask, range(CLIENTS)))
     assert {status for status, _ in answers} == {200}
     assert all(expected.startswith(text) for _, text in answers[1::2])
     assert len({text for _, text in answers[::2]}) > 1
@@ -173,26 +187,22 @@ def test_the_admins_view_wants_the_token_and_changes_nothing(address: str, runni
     assert httpx.post(f"{address}/admin/widths", headers=ADMIN).status_code == 405
 
 
-def test_a_cache_goes_back_to_the_arena(address: str, running: Engine) -> None:
-    if running.batched:
-        pytest.skip("continuous batching keeps its prefixes")
-    httpx.post(f"{address}/v1/completions", json={"prompt": PROMPT, "max_tokens": 4})
-    assert metrics(address)["pagedweight_bytes kv"] == 0
+def test_one_by_one_a_cache_goes_back_to_the_arena(alone: str) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 4}
+    assert httpx.post(f"{alone}/v1/completions", json=body, headers=WITH_KEY).status_code == 200
+    assert metrics(alone)["pagedweight_bytes kv"] == 0
 
 
-def test_what_batching_cannot_do_apart_is_refused_there_alone(address: str, running: Engine) -> None:
+def test_what_batching_cannot_do_apart_is_refused_there_alone(address: str, alone: str) -> None:
     body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "stop": " "}
-    answer = httpx.post(f"{address}/v1/completions", json=body)
-    if running.batched:
-        assert answer.status_code == 400
-        assert "--batching off" in answer.json()["error"]["message"]
-    else:
-        assert answer.json()["usage"]["completion_tokens"] < 8
+    refused = httpx.post(f"{address}/v1/completions", json=body)
+    assert refused.status_code == 400
+    assert "--batching off" in refused.json()["error"]["message"]
+    answer = httpx.post(f"{alone}/v1/completions", json=body, headers=WITH_KEY)
+    assert answer.json()["usage"]["completion_tokens"] < 8
 
 
 def test_a_worker_that_died_is_seen_and_replaced(address: str, running: Engine) -> None:
-    if not running.batched:
-        pytest.skip("has no worker")
     body = {"prompt": PROMPT, "max_tokens": 2}
     assert httpx.post(f"{address}/v1/completions", json=body).status_code == 200
     running.state.get_manager("tiny", use_cb=True)._cb.background_thread_status.record_fatal_error(RuntimeError("gone"))
@@ -201,18 +211,16 @@ def test_a_worker_that_died_is_seen_and_replaced(address: str, running: Engine) 
     assert httpx.get(f"{address}/health").status_code == 200
 
 
-def test_a_key_is_asked_for_where_there_is_one() -> None:
-    with served(engine(batched=False), api_key="the-key-of-a-user") as address:
-        url, body = f"{address}/v1/completions", {"prompt": "x", "max_tokens": 1}
-        assert httpx.post(url, json=body).status_code == 401
-        assert httpx.post(url, json=body, headers=ADMIN).status_code == 401
-        given = {"Authorization": "Bearer the-key-of-a-user"}
-        assert httpx.post(url, json=body, headers=given).status_code == 200
-        assert httpx.get(f"{address}/health").status_code == 200
+def test_a_key_is_asked_for_where_there_is_one(alone: str) -> None:
+    url, body = f"{alone}/v1/completions", {"prompt": "x", "max_tokens": 1}
+    assert httpx.post(url, json=body).status_code == 401
+    assert httpx.post(url, json=body, headers=ADMIN).status_code == 401
+    assert httpx.post(url, json=body, headers=WITH_KEY).status_code == 200
+    assert httpx.get(f"{alone}/health").status_code == 200
 
 
-def test_two_servers_in_one_process_do_not_share_metrics() -> None:
-    with served(engine(batched=False)) as first, served(engine(batched=False)) as second:
-        httpx.get(f"{first}/v1/models")
-        assert "pagedweight_requests_total /v1/models 200" in metrics(first)
-        assert "pagedweight_requests_total /v1/models 200" not in metrics(second)
+def test_two_servers_in_one_process_do_not_share_metrics(address: str, alone: str) -> None:
+    before = metrics(address).get("pagedweight_requests_total /v1/models 200", 0)
+    httpx.get(f"{alone}/v1/models", headers=WITH_KEY)
+    assert metrics(alone)["pagedweight_requests_total /v1/models 200"] >= 1
+    assert metrics(address).get("pagedweight_requests_total /v1/models 200", 0) == before
