@@ -151,7 +151,13 @@ class SpreadModel(NotCopied):
 
     def snapshot(self) -> RuntimeSnapshot:
         """All devices' figures together, and of the KV cache the device's with the least headroom."""
-        seen = [part.snapshot() for part in self.parts]
+        return self._together([part.snapshot() for part in self.parts])
+
+    def glance(self) -> RuntimeSnapshot:
+        """As PagedModel.glance, of all devices together."""
+        return self._together([part.glance() for part in self.parts])
+
+    def _together(self, seen: list[RuntimeSnapshot]) -> RuntimeSnapshot:
         bits = np.empty(self.layout.rows, dtype=np.int64)
         for share, own in zip(self._shares, seen, strict=True):
             bits[share.rows] = own.bits

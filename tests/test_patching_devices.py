@@ -118,6 +118,7 @@ def test_figures_and_words_are_of_the_right_device() -> None:
     assert [part.config.pinned_experts for part in paged.parts] == [((0, 1, 4),), ((1, 2, 5),)]
     snapshot = paged.snapshot()
     assert sum(snapshot.bytes_by_owner.values()) == sum(part.arena.memory.numel() for part in paged.parts)
+    assert paged.glance().bytes_by_owner == snapshot.bytes_by_owner
     assert snapshot.kv.headroom_blocks == min(part.snapshot().kv.headroom_blocks for part in paged.parts)
     paged.set_bits(3)
     paged.parts[1].set_bits(5)
