@@ -65,7 +65,7 @@ def row(name: str, folder: Path, attention: str | None = None) -> None:
         skip_tokenizer_init=True,
         max_model_len=256,
         max_num_seqs=16,
-        max_num_batched_tokens=512,
+        max_num_batched_tokens=512 if ranks == 1 else REQUESTS,  # one size of batch alone has to be compiled
         num_gpu_blocks_override=200 if name.startswith("pressed") else 2000,
         kv_cache_memory_bytes=2**28,  # not found out by profiling: several rows may start at once
         gpu_memory_utilization=0.08,

@@ -24,7 +24,8 @@ from bench.vllm.shapes import BLOCK_TOKENS, CODEBOOKS, MODELS, WIDTHS, expert_by
 
 GIB = 2**30
 GRAPH_SIZES = [8, 16, 32, 64]
-MOST_SECONDS_TO_WAIT = 60
+MOST_SECONDS_TO_WAIT = 20
+CALM_BATCHES = 6
 
 
 def arguments() -> argparse.Namespace:
@@ -43,6 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--together", type=Path, help="folder in which rows meet")
     parser.add_argument("--rows", type=int, default=1, help="how many rows meet there")
+    parser.add_argument("--turn", type=int, default=0, help="which of them measures when")
     parser.add_argument("--after", type=Path, help="a file to wait for before any device memory is taken")
     parser.add_argument("--attention", help="vLLM's attention backend, where its own choice is not installed")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, for machines without a GPU")
@@ -70,7 +72,7 @@ def main() -> None:
 
 
 def in_turn(given: argparse.Namespace, measuring: Any) -> dict[str, Any]:
-    """Measure once all rows that meet here are ready, or have had time to be; one at a time."""
+    """Measure once all rows that meet here are ready, or have had time to be; one at a time, by turn."""
     if given.together is None:
         return measuring()
     given.together.mkdir(parents=True, exist_ok=True)
@@ -78,6 +80,7 @@ def in_turn(given: argparse.Namespace, measuring: Any) -> dict[str, Any]:
     give_up = time.monotonic() + MOST_SECONDS_TO_WAIT
     while len(list(given.together.glob("*.ready"))) < given.rows and time.monotonic() < give_up:
         time.sleep(0.1)
+    time.sleep(0.3 * given.turn)  # a lock goes to who has waited longest
     with (given.together / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return measuring()
@@ -114,12 +117,12 @@ def serve(given: argparse.Namespace, config: dict) -> Any:
 
 
 def measure(llm: Any, given: argparse.Namespace, config: dict) -> dict[str, Any]:
-    """A calm batch, twice after one that warms up, then requests as they arrive."""
+    """A calm batch, several times after one that warms up, then requests as they arrive."""
     rates = []
-    for seed in (1, 2, 3):
+    for seed in range(1, CALM_BATCHES + 2):
         seconds, calm = drive(llm, given, config, given.calm_requests, 1e9, given.calm_tokens, seed)
         rates.append(round(sum(map(len, calm.values())) / seconds, 1))
-        print(f"calm: {rates[-1]} tokens/s, {latencies(calm)}", flush=True)
+    print(f"calm: {rates} tokens/s, {latencies(calm)}", flush=True)
     before = facts(llm)
     found = {
         "calm_tokens_per_second": rates[1:],
@@ -139,6 +142,7 @@ def under_load(llm: Any, given: argparse.Namespace, config: dict, before: dict[s
         "requests": given.requests,
         "completed_requests": len(done),
         "completed_tokens_per_second": round(len(done) * given.tokens / seconds, 1),
+        "tokens_per_second": round(sum(map(len, arrivals.values())) / seconds, 1),
         "seconds": round(seconds, 2),
         "inter_token_ms": latencies(arrivals),
         "preemptions": after["preemptions"] - before["preemptions"],
