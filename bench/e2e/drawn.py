@@ -5,6 +5,7 @@ Host copies repeat one page-locked buffer, so the sizes, the places and the traf
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwe
 from pagedweight import RuntimeConfig
 from pagedweight.discovery import ExpertsModule, find_experts
 from pagedweight.kernels.device_order import plane_geometry
-from pagedweight.layout import Layout
+from pagedweight.layout import Layout, table_form
 from pagedweight.patching import install
 from pagedweight.patching_model import PagedModel
 from pagedweight.patching_pages import layout_of, page_sizes
@@ -23,20 +24,19 @@ from pagedweight.policy import Policy
 from pagedweight.runtime.pages import PageSizes
 
 WEIGHT_DEVIATION = 0.02
+TABLES_HELD = 128  # of each width on the host
 
 
 class RepeatedPages:
-    """Host pages and tables that lie where real ones would, in a buffer that is used over and over."""
+    """Host pages and tables that lie where real ones would, in buffers that are used over and over."""
 
-    def __init__(self, sizes: PageSizes, buffer_bytes: int, device: torch.device) -> None:
+    def __init__(self, layout: Layout, sizes: PageSizes, buffer_bytes: int, device: torch.device) -> None:
         self.sizes = sizes
         pages = np.repeat(sizes.plane_frames * sizes.frame_bytes, sizes.planes)
-        tables = (sizes.table_frames * sizes.frame_bytes).ravel()
-        buffer_bytes = max(buffer_bytes, 2 * int(max(pages.max(), tables.max())))
-        self._page_at, self._table_at = _places(pages, buffer_bytes), _places(tables, buffer_bytes)
-        bits = torch.randint(0, 256, (buffer_bytes,), dtype=torch.uint8, device=device)
-        values = torch.empty(buffer_bytes // 2, dtype=torch.float16, device=device).normal_(0, WEIGHT_DEVIATION)
-        self._pages, self._tables = (_on_host(drawn.view(torch.uint8)) for drawn in (bits, values))
+        buffer_bytes = max(buffer_bytes, 2 * int(pages.max()))
+        self._page_at = _places(pages, buffer_bytes)
+        self._pages = _on_host(torch.randint(0, 256, (buffer_bytes,), dtype=torch.uint8, device=device))
+        self._tables = [_tables_of(layout, sizes, width, device) for width in sizes.widths]
 
     @property
     def page_locked(self) -> torch.Tensor:
@@ -52,11 +52,49 @@ class RepeatedPages:
 
     def table(self, row: int, width: int) -> torch.Tensor:
         at = self.sizes.widths.index(width)
-        start = self._table_at[row * len(self.sizes.widths) + at]
-        return self._tables[start : start + int(self.sizes.table_frames[row, at]) * self.sizes.frame_bytes]
+        slots = self._tables[at]
+        size = int(self.sizes.table_frames[row, at]) * self.sizes.frame_bytes
+        start = slots.starts[row % len(slots.starts)]
+        return slots.octets[start : start + size]
 
     def close(self) -> None:
         return None
+
+
+class TableSlots(NamedTuple):
+    """Tables of one width for the first so many rows, one slot behind the other in whole frames."""
+
+    octets: torch.Tensor
+    starts: list[int]
+
+
+def _tables_of(layout: Layout, sizes: PageSizes, width: int, device: torch.device) -> TableSlots:
+    held = min(layout.rows, TABLES_HELD)
+    slots = sizes.table_frames[:held, sizes.widths.index(width)] * sizes.frame_bytes
+    starts = (np.cumsum(slots) - slots).tolist()
+    octets = torch.zeros(int(slots.sum()), dtype=torch.uint8, device=device)
+    for start, (rows, _columns) in zip(starts, layout.row_shapes(), strict=False):
+        table = drawn_table(layout.codebooks[width], width, rows, device)
+        octets[start : start + table.numel()] = table
+    return TableSlots(_on_host(octets), starts)
+
+
+def drawn_table(codebook: str, width: int, rows: int, device: torch.device) -> torch.Tensor:
+    """uint8 bytes of a linear-block's table whose values deviate by about WEIGHT_DEVIATION."""
+    dtype, entries = table_form(codebook, width)
+    if codebook == "lut8":
+        octets = torch.randint(1, 128, (rows, entries), dtype=torch.uint8, device=device)
+        scale = torch.full((rows, 1), WEIGHT_DEVIATION / 37, device=device)  # as the deviation of 1..127 around 64
+        octets[:, -4:] = scale.view(torch.uint8)
+        return octets.view(-1)
+    table = torch.empty(rows, entries, dtype=dtype, device=device)
+    if codebook == "lut16":
+        table.normal_(0, WEIGHT_DEVIATION)
+    elif codebook == "affine":  # a code's step, and the middle
+        table[:] = torch.tensor([WEIGHT_DEVIATION * 12**0.5 / 2**width, 0.0])
+    else:  # of -1 to 1: cubed, squared, as it is, and the middle
+        table[:] = torch.tensor([0.0, 0.0, WEIGHT_DEVIATION * 3**0.5, 0.0])
+    return table.view(-1).view(torch.uint8)
 
 
 class DrawnStore(NamedTuple):
@@ -122,19 +160,26 @@ def dense_model(name: str, layers: int, device: str) -> PreTrainedModel:
     return model
 
 
-def emptied(model: PreTrainedModel, widths: tuple[int, ...], buffer_bytes: int) -> Drawn:
-    """The same model with its experts' dense weights dropped, to be patched with drawn pages."""
+def emptied(
+    model: PreTrainedModel,
+    widths: tuple[int, ...],
+    buffer_bytes: int,
+    codebooks: Mapping[int, str] | None = None,
+) -> Drawn:
+    """The same model with its experts' dense weights dropped, to be patched with drawn pages.
+
+    codebooks: lut16 where no other is given.
+    """
     found = find_experts(model)
     dense_bytes = sum(p.numel() * p.element_size() for experts in found for p in experts.module.parameters())
     kv_layers = kv_layers_of(model, [model.get_submodule(experts.path) for experts in found])
     for experts in found:
         experts.drop_weights()
-    layout = layout_of([experts.shape for experts in found], widths)
+    layout = layout_of([experts.shape for experts in found], widths, codebooks)
     frame_bytes = choose_sizes(layout, RuntimeConfig(), kv_layers).frame_bytes
     sizes = page_sizes(layout, [plane_geometry(n, k, frame_bytes) for n, k in layout.row_shapes()])
-    return Drawn(
-        model, found, DrawnStore(layout, RepeatedPages(sizes, buffer_bytes, model.device)), kv_layers, dense_bytes
-    )
+    pages = RepeatedPages(layout, sizes, buffer_bytes, model.device)
+    return Drawn(model, found, DrawnStore(layout, pages), kv_layers, dense_bytes)
 
 
 def drawn_policy(layout: Layout) -> Policy:

@@ -17,6 +17,7 @@ import argparse
 import json
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -33,21 +34,26 @@ from bench.e2e.throughput_peers import NO_TIME
 from bench.e2e.throughput_rows import WIDTHS, Setting, bars, dense_rows, paged_rows, without_hooks
 from pagedweight.shared_experts import fold_shared_experts
 
+STARTED = time.perf_counter()
 BUFFER_BYTES = 2**30
 ERROR_LIMIT = 2e-2  # of the largest logit, in bf16
+CODEBOOKS = {"lut16": {}, "fast": {3: "lut8", 4: "lut8", 5: "affine", 6: "affine"}}
 PEERS = ["HF grouped_mm", "HF batched_mm", "vLLM fused_experts", NO_TIME]
 
 
 def keep(results: dict, name: str, part: object, out: Path) -> None:
     """Write all that is there so far: a run that is cut off leaves what it has."""
     results[name] = part
+    print(f"{name}: {time.perf_counter() - STARTED:.1f} s", flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def answers(name: str, device: str, batches: list[int], context_tokens: int, *, shared: bool) -> list[dict]:
+def answers(
+    name: str, device: str, batches: list[int], context_tokens: int, codebooks: str, *, shared: bool
+) -> list[dict]:
     """Part 1. control: the same answer's distance from the twin at the widths before."""
-    drawn = drawn_of(dense_model(name, 1, device), shared=shared)
+    drawn = drawn_of(dense_model(name, 1, device), codebooks, shared=shared)
     drawn.model.set_attn_implementation(WHOLE_CACHE)
     model = without_hooks(drawn, drawn.resident_bytes()[WIDTHS[-1]])
     mixed, rows = np.random.default_rng(0).choice(WIDTHS, drawn.store.layout.rows), []
@@ -65,11 +71,18 @@ def answers(name: str, device: str, batches: list[int], context_tokens: int, *, 
     return rows
 
 
-def drawn_of(model: PreTrainedModel, *, shared: bool) -> Drawn:
+def drawn_of(model: PreTrainedModel, codebooks: str, *, shared: bool) -> Drawn:
     """shared: the shared expert is paged with the routed ones."""
     if shared:
         fold_shared_experts(model)
-    return emptied(model, WIDTHS, BUFFER_BYTES if model.device.type == "cuda" else 0)
+    device = model.device
+    drawn = emptied(model, WIDTHS, BUFFER_BYTES if device.type == "cuda" else 0, CODEBOOKS[codebooks])
+    if device.type == "cuda":
+        # A model that is loaded without experts has no holes where they were: to the host and back.
+        model.cpu()
+        torch.cuda.empty_cache()
+        model.to(device)
+    return drawn
 
 
 def main() -> int:
@@ -85,6 +98,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", default=["answers", "dense", "paged", "moving"])
     parser.add_argument("--profile", type=int, nargs="+", default=[], help="batches whose kernels are listed")
+    parser.add_argument("--codebooks", default="lut16", choices=list(CODEBOOKS))
     parser.add_argument("--shared", action="store_true", help="page the shared expert with the routed ones")
     parser.add_argument("--compiled", action="store_true", help="fuse what is small in each layer by torch.compile")
     parser.add_argument("--device", default="cuda")
@@ -98,12 +112,14 @@ def main() -> int:
         "gpu": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "versions": [torch.__version__, triton.__version__, transformers.__version__],
         "command": f"python -m bench.e2e.throughput {shlex.join(sys.argv[1:])}",
+        "codebooks": options.codebooks,
         "shared": options.shared,
         "compiled": options.compiled,
     }
     checked = []
     if "answers" in options.parts:
-        checked = answers(options.model, options.device, options.batches, options.context, shared=options.shared)
+        place = options.device, options.batches, options.context
+        checked = answers(options.model, *place, options.codebooks, shared=options.shared)
     keep(results, "answers", checked, options.out)
     if not all(row["ok"] for row in checked):
         return 1
@@ -113,7 +129,7 @@ def main() -> int:
     model.set_attn_implementation(WHOLE_CACHE)
     dense = dense_rows(model, options.peers, options.batches, setting) if "dense" in options.parts else []
     keep(results, "dense", dense, options.out)
-    drawn, rows = drawn_of(model, shared=options.shared), []
+    drawn, rows = drawn_of(model, options.codebooks, shared=options.shared), []
     for width in options.widths if "paged" in options.parts else []:
         rows += paged_rows(drawn, width, options.batches, setting)
         keep(results, "paged", rows, options.out)

@@ -13,7 +13,7 @@ from pagedweight.patching_model import PagedModel
 MOST_GROWING_STEPS, AWAY_STEPS, CYCLES = 64, 32, 3
 NEIGHBOUR_TOKENS = 16  # a step: as sixteen more sequences would write
 SHARE = 0.5  # at most, of what the weights can release
-STILL_SAMPLES, STILL_STEPS, LOOK_STEPS = 5, 24, 16
+STILL_SAMPLES, STILL_STEPS, LOOK_STEPS = 3, 32, 16
 
 
 class Neighbour:
