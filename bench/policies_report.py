@@ -91,6 +91,6 @@ def _perplexities(cells: Mapping[str, Any], name: str, budgets: list[float]) -> 
 
 def _sizes(cells: Mapping[str, Any], name: str, budgets: list[float]) -> Iterator[str]:
     for bits in budgets:
-        cell = cells[name].get(str(bits), {})
-        of = [np.concatenate([f[kind] for f in cell.values()]).mean() / 1e6 for kind in SIZES if cell]
-        yield " / ".join(f"{size:.3f}" for size in of)
+        texts = list(cells[name].get(str(bits), {}).values())
+        sizes = [np.mean([np.mean(text[kind]) for text in texts]) / 1e6 for kind in SIZES if texts and kind in texts[0]]
+        yield " / ".join(f"{size:.3f}" for size in sizes)
