@@ -35,6 +35,7 @@ class Batching(enum.StrEnum):
 
 def serve(
     checkpoint: Annotated[Path, typer.Argument(help="Folder that quantize or save wrote.", file_okay=False)],
+    vllm_options: Annotated[list[str] | None, typer.Argument(help="After --: options of vLLM's own server.")] = None,
     budget: Annotated[
         str | None, typer.Option(help="Bytes for expert weights and KV cache together; none keeps full width.")
     ] = None,
@@ -65,7 +66,9 @@ def serve(
     Without --admin-token-file a token is made up and printed. Stop with Ctrl-C.
     """
     if engine is EngineName.VLLM or (engine is EngineName.AUTO and _vllm_serves()):
-        _become_vllm(checkpoint, host, port, name)
+        _become_vllm(checkpoint, host, port, name or checkpoint.resolve().name, vllm_options or [])
+    if vllm_options:
+        raise fail(f"{' '.join(vllm_options)}: options after -- are for vLLM's server; add --engine vllm")
     require_extras("serve")
     budget_bytes = None if budget is None else size_option("--budget", budget)
     body_bytes = size_option("--max-body", max_body)
@@ -137,11 +140,12 @@ def _vllm_serves() -> bool:
     return torch.cuda.is_available()
 
 
-def _become_vllm(checkpoint: Path, host: str, port: int, name: str | None) -> None:
+def _become_vllm(checkpoint: Path, host: str, port: int, name: str, options: list[str]) -> None:
     """Replace this process by vLLM's own server, in which the plug-in serves the folder and adds to its /metrics."""
     require_extras("vllm")
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
-    command += ["--host", host, "--port", str(port), "--served-model-name", name or checkpoint.resolve().name]
+    # What `vllm serve` starts; that command itself fails where vLLM comes from a distribution of another name.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
+    command += ["--host", host, "--port", str(port), "--served-model-name", name, *options]
     typer.echo(f"starting {' '.join(command[2:])}", err=True)
     os.execv(sys.executable, command)
 

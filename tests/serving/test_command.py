@@ -1,0 +1,102 @@
+"""`pagedweight serve` as a command: what it refuses before a model loads, and vLLM's server in its place."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("prometheus_client", reason="needs the serve extra")
+
+from typer.testing import CliRunner
+
+import pagedweight
+from pagedweight.cli import app
+from pagedweight.cli_serve import _loopback
+from pagedweight.cli_top import read
+
+TINY = Path(pagedweight.__file__).parent / "assets/tiny-qwen2-moe"
+RUNNER = CliRunner()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["none"], "quantize the model"),
+        ([str(TINY), "--budget", "lots"], "lots"),
+        ([str(TINY), "--budget", "1MiB"], "give at least"),
+        ([str(TINY), "--dtype", "int3"], "int3"),
+        ([str(TINY), "--max-body", "x"], "--max-body"),
+        ([str(TINY), "--", "--max-model-len", "9"], "--engine vllm"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_sentence(arguments: list[str], word: str) -> None:
+    pytest.importorskip("fastapi", reason="needs the serve extra")
+    done = RUNNER.invoke(app, ["serve", "--engine", "transformers", "--device", "cpu", *arguments])
+    assert done.exit_code == 2, done.output
+    assert word in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.output
+
+
+def test_a_short_token_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("short\n")
+    for option in ("--api-key-file", "--admin-token-file"):
+        done = RUNNER.invoke(app, ["serve", str(TINY), option, str(tmp_path / "token"), "--engine", "transformers"])
+        assert done.exit_code == 2
+        assert "at least 16" in done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_vllm_that_is_not_there_is_asked_for_by_its_extra() -> None:
+    done = RUNNER.invoke(app, ["serve", str(TINY), "--engine", "vllm"])
+    assert done.exit_code == 2
+    assert "pagedweight[vllm]" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "alone"),
+    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("10.0.0.5", False), ("box", False)],
+)
+def test_it_is_known_which_addresses_others_reach(host: str, alone: bool) -> None:
+    assert _loopback(host) is alone
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_vllms_own_server_takes_its_place() -> None:
+    pytest.importorskip("vllm", reason="needs vLLM: see docs/vllm.md")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", "from pagedweight.cli import main; main()", "serve", str(TINY)]
+    small = ["--dtype", "float32", "--max-model-len", "64", "--enforce-eager", "--max-num-seqs", "2"]
+    blocks = ["--block-size", "32", "--num-gpu-blocks-override", "64"]
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    server = subprocess.Popen(
+        [*command, "--engine", "vllm", "--port", str(port), "--", *small, *blocks], env=environment
+    )
+    try:
+        reading = waited_for(server, f"http://127.0.0.1:{port}")
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(timeout=60)
+    assert 2 <= reading.mean_bits <= 6
+    assert sum(reading.memory.values()) > 0
+
+
+def waited_for(server: subprocess.Popen, address: str):
+    """The first reading that a server gives."""
+    for _ in range(400):
+        assert server.poll() is None
+        try:
+            return read(address)
+        except (OSError, ValueError):
+            time.sleep(1)
+    raise AssertionError("the server did not answer")
