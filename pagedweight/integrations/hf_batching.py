@@ -65,9 +65,13 @@ class SectorPool(CachePool):
 
 
 class SectorCache(PagedAttentionCache):
-    """transformers' cache once its sectors are lent by the arena."""
+    """transformers' cache once its sectors are lent by the arena.
+
+    compute_stream: where batches run on a GPU, and so where pages move to make room for them.
+    """
 
     pool: SectorPool
+    compute_stream: torch.cuda.Stream | None = None
 
     def move_into(self, paged: PagedModel, most_blocks: int | None) -> None:
         """Take sectors of the arena instead of the memory that transformers has just allocated.
@@ -100,7 +104,8 @@ class SectorCache(PagedAttentionCache):
         )
         if dry_run:
             return needed <= self.pool.num_free_sectors + self.pool.sectors.obtainable
-        self.pool.lend(needed)
+        with stream_context(self.compute_stream), torch.inference_mode(False):
+            self.pool.lend(needed)
         return super().can_store_request_tokens(state, request_len)
 
     def compute_free_capacity(self, relative: bool = True) -> float:
@@ -114,14 +119,13 @@ class ArenaScheduling(Scheduler):
 
     cache: SectorCache
     paged: PagedModel
-    compute_stream: torch.cuda.Stream | None = None
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple:
-        with stream_context(self.compute_stream), torch.inference_mode(False):
+        with stream_context(self.cache.compute_stream), torch.inference_mode(False):
             self.cache.pool.give_back()
             self.paged.boundary()
-            self.paged.hooks.forward.scheduled()
-            return super().schedule_batch(token_budget, cache_budget)
+        self.paged.hooks.forward.scheduled()
+        return super().schedule_batch(token_budget, cache_budget)
 
 
 def manager_in_arena(model: PreTrainedModel, paged: PagedModel, *args: Any, **kwargs: Any) -> ContinuousBatchingManager:
@@ -154,7 +158,7 @@ def processor_in_arena(
     finally:
         del SCHEDULER_MAPPING[name]
         config.scheduler_type, config.num_blocks = asked, blocks
-    processor.scheduler.compute_stream = processor.inputs_and_outputs.compute_stream
+    processor.cache.compute_stream = processor.inputs_and_outputs.compute_stream
     if processor.model_device.type == "cuda":
         torch.cuda.current_stream(processor.model_device).synchronize()  # batches run on another stream
     return processor
