@@ -45,9 +45,9 @@ def root(
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option(help="Folder for timeline.png and demo.json.", file_okay=False)] = Path(
-        "pagedweight-demo"
-    ),
+    output: Annotated[
+        Path, typer.Option(help="Folder for timeline.png, timeline.svg and demo.json.", file_okay=False)
+    ] = Path("pagedweight-demo"),
     tokens: Annotated[int, typer.Option(min=16, max=500, help="Tokens to generate.")] = 480,
     budget: Annotated[str, typer.Option(help="Bytes for weights and KV cache together, such as 9MiB.")] = "8.5MiB",
     windows: Annotated[int, typer.Option(min=1, max=3, help="Held-out windows of 512 tokens to read.")] = 3,

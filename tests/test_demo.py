@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -86,6 +87,10 @@ def test_the_picture_is_a_png_with_every_colour_in_it(shown: tuple[dict, Path]) 
         wanted = torch.tensor([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
         share = ((torch.from_numpy(pixels) - wanted).abs().amax(-1) < 0.01).float().mean()
         assert share > 0.01, colour
+
+
+def test_the_picture_is_an_svg_too(shown: tuple[dict, Path]) -> None:
+    assert ElementTree.parse(shown[1] / "timeline.svg").getroot().tag.endswith("svg")
 
 
 def test_the_file_says_what_was_printed(shown: tuple[dict, Path]) -> None:

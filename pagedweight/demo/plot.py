@@ -20,10 +20,12 @@ LAYERS = (  # from the bottom of the stack up; colours stay apart in greyscale a
 INK = "#333333"
 
 
-def draw_timeline(samples: Sequence[Sample], budget_bytes: int, path: Path) -> None:
-    """Write a PNG: stacked bytes of planes, tables, KV cache and free memory above, mean bits below."""
-    figure = Figure(figsize=(10, 6), dpi=120, layout="constrained")
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.3))
+def draw_timeline(samples: Sequence[Sample], budget_bytes: int, paths: Sequence[Path]) -> None:
+    """Write a PNG, an SVG or both: stacked bytes of planes, tables, KV cache and free memory above, mean bits below,
+    and bytes on their way. On white, so that they read on dark pages too."""
+    figure = Figure(figsize=(10, 7), dpi=120, layout="constrained")
+    figure.patch.set_facecolor("white")
+    upper, lower, moving = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1.3, 0.8))
     steps = [s.step for s in samples]
     stack = [[getattr(s, f"{name}_bytes") / MIB for s in samples] for name, _, _ in LAYERS]
     upper.stackplot(
@@ -37,16 +39,19 @@ def draw_timeline(samples: Sequence[Sample], budget_bytes: int, path: Path) -> N
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     lower.step(steps, [s.mean_bits for s in samples], where="post", color="#1b6ca8", linewidth=1.8)
     lower.set_ylabel("mean bits")
-    lower.set_xlabel("step: a forward, or a boundary between two while idle")
+    moving.bar(steps, [s.moving_bytes / MIB for s in samples], width=1.0, color="#6b8e4e")
+    moving.set_ylabel("moving, MiB")
+    moving.set_xlabel("step: a forward, or a boundary between two while idle")
     lower.set_ylim(min(s.mean_bits for s in samples) - 0.4, max(s.mean_bits for s in samples) + 0.4)
     lower.yaxis.set_major_locator(MaxNLocator(nbins=5))
     lower.grid(axis="y", color="#dddddd")
-    for axis in (upper, lower):
+    for axis in (upper, lower, moving):
         axis.set_xlim(steps[0], steps[-1])
         axis.spines[["top", "right"]].set_visible(False)
         _mark_phases(axis, samples, named=axis is upper)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
 
 
 def _mark_phases(axis, samples: Sequence[Sample], named: bool) -> None:

@@ -34,9 +34,10 @@ def as_dict(result: DemoResult) -> dict:
 
 
 def write_files(result: DemoResult, folder: Path) -> None:
-    """timeline.png and demo.json in the folder, which is made when missing."""
+    """timeline.png, timeline.svg and demo.json in the folder, which is made when missing."""
     folder.mkdir(parents=True, exist_ok=True)
-    draw_timeline(result.samples, result.budget_bytes, folder / "timeline.png")
+    pictures = [folder / f"timeline.{kind}" for kind in ("png", "svg")]
+    draw_timeline(result.samples, result.budget_bytes, pictures)
     (folder / "demo.json").write_text(json.dumps(as_dict(result), indent=1) + "\n", encoding="utf-8")
 
 
