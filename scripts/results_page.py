@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.e2e.throughput_peers import NO_TIME
 from bench.policies_plans import BF16, FULL
 from bench.policies_report import window_kl
 from bench.quality_parts import bootstrap_ratio
@@ -151,13 +152,14 @@ def dynamic(record: Mapping[str, Any]) -> Lines:
 
 def throughput(record: Mapping[str, Any]) -> Lines:
     """Table 3: tokens/s and peak reserved memory."""
+    tables = {"lut16": "16-bit tables", "fast": "byte tables to 4 bits, lines above"}[record["codebooks"]]
     kinds = (("shared", "the shared expert paged too"), ("compiled", "layers compiled by torch.compile"))
-    yield f"### {'; '.join(['Qwen1.5-MoE-A2.7B shape', *(text for name, text in kinds if record.get(name))])}"
+    yield f"### {'; '.join(['Qwen1.5-MoE-A2.7B shape', tables, *(text for name, text in kinds if record.get(name))])}"
     yield ""
     batches = sorted({row["batch"] for row in [*record["dense"], *record.get("paged", [])]})
     named: dict[str, dict[int, Mapping[str, Any]]] = {}
     for row in [*record["dense"], *record.get("paged", [])]:
-        name = f"{row['experts']}, {row['width']} bits" if "width" in row else f"bf16, {row['experts']}"
+        name = f"{row['experts']}, {row['width']} bits" if "width" in row else bf16_name(row["experts"])
         named.setdefault(name, {})[row["batch"]] = row
     rows = [(name, *(of_speed(found.get(batch)) for batch in batches)) for name, found in named.items()]
     yield from table(["experts", *(f"B = {batch}: GB, tokens/s" for batch in batches)], rows)
@@ -166,7 +168,7 @@ def throughput(record: Mapping[str, Any]) -> Lines:
         ["beside", "memory saved", "times tokens/s"],
         (
             (
-                f"B = {bar['batch']}, {bar['width']} bits beside bf16, {bar['against']}",
+                f"B = {bar['batch']}, {bar['width']} bits beside {bf16_name(bar['against'])}",
                 f"{100 * bar['memory_saved']:.1f} %",
                 f"{bar['times_tokens_per_second']:.2f}",
             )
@@ -186,7 +188,14 @@ def throughput(record: Mapping[str, Any]) -> Lines:
             for row in record["moving"]
         )
         yield ""
+    if "note" in record:
+        yield record["note"]
+        yield ""
     yield from made_by(record, f"{record['gpu']}, torch, Triton and transformers {', '.join(record['versions'])}")
+
+
+def bf16_name(experts: str) -> str:
+    return "the limit: no experts at all" if experts == NO_TIME else f"bf16, {experts}"
 
 
 def of_speed(row: Mapping[str, Any] | None) -> str:

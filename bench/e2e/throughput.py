@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -32,6 +31,7 @@ from bench.e2e.throughput_check import error_of, step_logits, twin_logits
 from bench.e2e.throughput_moving import moving_row
 from bench.e2e.throughput_peers import NO_TIME
 from bench.e2e.throughput_rows import WIDTHS, Setting, bars, dense_rows, paged_rows, without_hooks
+from pagedweight.evaluation.record import command
 from pagedweight.shared_experts import fold_shared_experts
 
 STARTED = time.perf_counter()
@@ -111,7 +111,7 @@ def main() -> int:
     results = {
         "gpu": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "versions": [torch.__version__, triton.__version__, transformers.__version__],
-        "command": f"python -m bench.e2e.throughput {shlex.join(sys.argv[1:])}",
+        "command": command("python -m bench.e2e.throughput"),
         "codebooks": options.codebooks,
         "shared": options.shared,
         "compiled": options.compiled,
@@ -130,15 +130,15 @@ def main() -> int:
     dense = dense_rows(model, options.peers, options.batches, setting) if "dense" in options.parts else []
     keep(results, "dense", dense, options.out)
     drawn, rows = drawn_of(model, options.codebooks, shared=options.shared), []
-    for width in options.widths if "paged" in options.parts else []:
-        rows += paged_rows(drawn, width, options.batches, setting)
-        keep(results, "paged", rows, options.out)
-        keep(results, "bars", bars(rows, dense), options.out)
-    if "moving" in options.parts:
-        budget = drawn.resident_bytes()[WIDTHS[-2]]
-        model = without_hooks(drawn, budget, compiled=setting.compiled)
-        moved = [moving_row(model, batch, setting.context_tokens) for batch in options.batches]
-        keep(results, "moving", moved, options.out)
+    for at, width in enumerate(options.widths):
+        if "paged" in options.parts:
+            rows += paged_rows(drawn, width, options.batches, setting)
+            keep(results, "paged", rows, options.out)
+            keep(results, "bars", bars(rows, dense), options.out)
+        if "moving" in options.parts and at == 0:
+            model = without_hooks(drawn, drawn.resident_bytes()[WIDTHS[-2]], compiled=setting.compiled)
+            moved = [moving_row(model, batch, setting.context_tokens) for batch in options.batches]
+            keep(results, "moving", moved, options.out)
     return 0
 
 

@@ -58,7 +58,7 @@ class Record:
 def machine(device: str) -> dict[str, str | int]:
     """What a figure was measured on."""
     on = torch.cuda.get_device_name() if device.startswith("cuda") else platform.processor() or platform.machine()
-    return {"device": on, "system": platform.platform(terse=True), "threads": torch.get_num_threads()}
+    return {"device": on, "system": platform.system(), "threads": torch.get_num_threads()}
 
 
 def versions() -> dict[str, str]:
