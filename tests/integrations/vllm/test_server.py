@@ -26,7 +26,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 CLIENTS, TOKENS = 32, 150
 # 32 requests of about 160 tokens fill 160 blocks of 32; the planes above 2 bits want 13.
 ARGUMENTS = [
-    *("--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "32", "--block-size", "32"),
+    *("--dtype", "float32", "--max-model-len", "256", "--max-num-batched-tokens", "256", "--enforce-eager"),
+    *("--max-num-seqs", "32", "--block-size", "32"),
     *("--num-gpu-blocks-override", "168", "--no-enable-prefix-caching"),
     *("--additional-config", '{"pagedweight": {"offload_free_blocks": 2, "reload_free_blocks": 4}}'),
 ]
@@ -52,6 +53,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
             yield f"http://127.0.0.1:{port}", log
         finally:
             process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def wait_until_ready(process: subprocess.Popen, address: str, log: Path) -> None:
@@ -60,7 +65,7 @@ def wait_until_ready(process: subprocess.Popen, address: str, log: Path) -> None
         try:
             if requests.get(f"{address}/health", timeout=5).ok:
                 return
-        except requests.ConnectionError:
+        except (requests.ConnectionError, requests.Timeout):  # some versions take connections before they answer
             time.sleep(1)
     raise AssertionError(log.read_text()[-4000:])
 
