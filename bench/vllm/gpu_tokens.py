@@ -6,8 +6,9 @@
     python -m bench.vllm.gpu_tokens compare FOLDER
 
 dense4: vLLM's own experts on weights rebuilt from the 4-bit codes, in fp16, which holds them exactly. roomy: dynamic
-widths without pressure, as 6. pressed: dynamic widths while KV blocks run out; every plane in use is then compared with
-the host's, byte for byte. x2: two ranks, which must hold the same widths at the end.
+widths without pressure, as 6. pressed: dynamic widths while KV blocks run out, then one request alone, under which
+they return; after each, every plane in use is compared with the host's, byte for byte. x2: two ranks, which must hold
+the same widths.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shutil
 import sys
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -54,7 +56,7 @@ def prepare(folder: Path) -> None:
 def row(name: str, folder: Path, attention: str | None = None) -> None:
     from vllm import LLM, SamplingParams
 
-    ranks = 2 if name.endswith("x2") else 1
+    ranks, pressed = 2 if name.endswith("x2") else 1, name.startswith("pressed")
     options = {"offload_free_blocks": 4, "reload_free_blocks": 8}
     if name[0].isdigit():
         options["bits"] = int(name[0])
@@ -65,8 +67,9 @@ def row(name: str, folder: Path, attention: str | None = None) -> None:
         skip_tokenizer_init=True,
         max_model_len=256,
         max_num_seqs=16,
-        max_num_batched_tokens=512 if ranks == 1 else REQUESTS,  # one size of batch alone has to be compiled
-        num_gpu_blocks_override=200 if name.startswith("pressed") else 2000,
+        # At the least, one size of batch alone has to be compiled.
+        max_num_batched_tokens=REQUESTS if pressed or ranks > 1 else 512,
+        num_gpu_blocks_override=208 if pressed else 2000,
         kv_cache_memory_bytes=2**28,  # not found out by profiling: several rows may start at once
         gpu_memory_utilization=0.08,
         enforce_eager=name == "4-eager",
@@ -81,16 +84,27 @@ def row(name: str, folder: Path, attention: str | None = None) -> None:
     sampling = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
     found: dict[str, object] = {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
-    core = llm.llm_engine.engine_core.engine_core
-    weights = getattr(core.scheduler, "weights", None)
-    if weights is not None:
-        first, *others = llm.collective_rpc("pagedweight_checked_bits")
-        assert all(other == first for other in others), "ranks hold different widths"
-        found |= {"counts": weights.counts._asdict(), "lowest_mean_bits": weights.lowest_mean_bits}
+    if hasattr(llm.llm_engine.engine_core.engine_core.scheduler, "weights"):
+        found["checked"] = [checked(llm)]
+    if pressed:
+        llm.generate([{"prompt_token_ids": prompts[0]}], sampling, use_tqdm=False)
+        found["checked"].append(checked(llm))
     counted = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     found |= {"preemptions": counted["vllm:num_preemptions"], "ranks": ranks, **versions()}
     (folder / f"{name}.json").write_text(json.dumps(found), encoding="utf-8")
     print(name, {key: value for key, value in found.items() if key != "tokens"}, flush=True)
+
+
+def checked(llm: Any) -> dict[str, object]:
+    """Widths and counts of now, once every rank has compared its planes with the host's."""
+    first, *others = llm.collective_rpc("pagedweight_checked_bits")
+    assert all(other == first for other in others), "ranks hold different widths"
+    weights = llm.llm_engine.engine_core.engine_core.scheduler.weights
+    return {
+        "mean_bits": float(np.mean(first)),
+        "lowest_mean_bits": weights.lowest_mean_bits,
+        **weights.counts._asdict(),
+    }
 
 
 def compare(folder: Path) -> None:
