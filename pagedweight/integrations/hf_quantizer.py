@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
 from torch import nn
 from transformers.quantizers.auto import (
@@ -23,7 +24,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from pagedweight.checkpoint import FOLDER, Checkpoint, CheckpointError
 from pagedweight.discovery import ExpertsModule, find_experts
 from pagedweight.discovery_devices import devices_of
+from pagedweight.layout import Layout
 from pagedweight.patching import assemble, patch
+from pagedweight.patching_sizes import resident_bytes
 from pagedweight.quant.levels import check_level
 from pagedweight.runtime.config import RuntimeConfig
 from pagedweight.saving_hub import pages_beside
@@ -58,10 +61,15 @@ class PagedWeightConfig(QuantizationConfigMixin):
 
 
 class AwaitingPages(nn.Module):
-    """Stands where paged experts will be until the runtime is there; only their biases are loaded into it."""
+    """Stands where paged experts will be until the runtime is there; only their biases are loaded into it.
 
-    def __init__(self, biases: Mapping[str, torch.Tensor]) -> None:
+    size_bytes: what they will take at the parent width. `pages` is a byte that counts as so many, for a device map.
+    """
+
+    def __init__(self, biases: Mapping[str, torch.Tensor], size_bytes: int) -> None:
         super().__init__()
+        self.size_bytes = size_bytes
+        self.register_buffer("pages", torch.empty(1, dtype=torch.uint8, device="meta"), persistent=False)
         for name, bias in biases.items():
             self.register_parameter(name, nn.Parameter(bias, requires_grad=False))
 
@@ -99,18 +107,27 @@ class PagedWeightQuantizer(HfQuantizer):
         found = find_experts(model, on_meta=True)
         if not self._has_pages:
             return
+        self.folder = Path(checkpoint_files[0]).parent
         if not self.quantization_config.deferred:
-            self.folder = Path(checkpoint_files[0]).parent
             pages_beside(self.folder, model.config.name_or_path)
             if not (self.folder / FOLDER).is_dir():
                 raise CheckpointError(
                     f"{self.folder} has no folder {FOLDER} with the pages of its experts; download the whole of it"
                 )
             Checkpoint.open(self.folder).verify()
+        sizes = layer_bytes(Checkpoint.open(self.folder).layout)
         for experts in found:
             experts.drop_weights()
-            model.set_submodule(experts.path, AwaitingPages(experts.biases()))
+            model.set_submodule(experts.path, AwaitingPages(experts.biases(), sizes.get(experts.shape.layer, 0)))
         self.found = found
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
+        """Bytes of an element; transformers asks for them when it spreads layers over devices."""
+        holder, _, own = param_name.rpartition(".")
+        module = model.get_submodule(holder)
+        if own == "pages" and isinstance(module, AwaitingPages):
+            return module.size_bytes
+        return super().param_element_size(model, param_name, param)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         if self.quantization_config.deferred:
@@ -132,6 +149,14 @@ class PagedWeightQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+def layer_bytes(layout: Layout) -> dict[int, int]:
+    """What the experts of each layer, by the model's own numbers, take at the parent width."""
+    of_rows = resident_bytes(layout)[:, -1]
+    first = [layout.first_row(index) for index in range(len(layout.moe_layers))]
+    sums = np.add.reduceat(of_rows, first).tolist()
+    return {layer.layer: size for layer, size in zip(layout.moe_layers, sums, strict=True)}
 
 
 def _without_warning(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -72,5 +72,9 @@ def test_a_dense_model_spread_by_auto_is_patched_where_it_is(tmp_path: Path) -> 
     reference = pagedweight.from_pretrained(tmp_path, experts_implementation="eager")
     assert {str(device) for device in model.hf_device_map.values()} == {"0", "1"}
     assert len(model.pagedweight.parts) == 2
+    model.save_pretrained(tmp_path / "paged")
+    again = pagedweight.load(tmp_path / "paged", device_map="balanced")
+    assert len(again.pagedweight.parts) == 2
     ids = tokens(2, 9)
+    assert_close(again(ids.to(again.device)).logits.cpu(), reference(ids).logits)
     assert_close(model(ids.to(model.device)).logits.cpu(), reference(ids).logits)

@@ -15,12 +15,14 @@ import torch
 pytest.importorskip("transformers", reason="needs the hf extra")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.accelerate import compute_module_sizes
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import pagedweight
 from pagedweight import RuntimeConfig
 from pagedweight.checkpoint import FOLDER, CheckpointError
 from pagedweight.demo.run import CHECKPOINT
+from pagedweight.integrations.hf_quantizer import PagedWeightQuantizer
 from tests.hf_models import FAMILIES, mixtral_m8, quantized_folder, qwen2_moe_q60, tokens
 
 IDS = tokens(2, 9)
@@ -116,6 +118,22 @@ assert model.pagedweight.snapshot().mean_bits == 6
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_pages_count_where_layers_are_spread_over_devices() -> None:
+    """transformers sees none of them in the model; a device map by its own sizes would put every layer on one GPU."""
+    folder = quantized_folder("M8")
+    with torch.device("meta"):
+        model = mixtral_m8()
+    quantizer = PagedWeightQuantizer(pagedweight.PagedWeightConfig(), pre_quantized=True)
+    quantizer._process_model_before_weight_loading(model, checkpoint_files=[str(folder / "model.safetensors")])
+    sizes, _ = compute_module_sizes(model, quantizer)
+    weights = pagedweight.load(folder).pagedweight.snapshot().weight_bytes
+    for layer in range(2):
+        experts = sizes[f"model.layers.{layer}.mlp.experts"]
+        assert experts == weights // 2
+        assert sizes[f"model.layers.{layer}"] > experts
+    assert not [name for name in model.state_dict() if "experts" in name]
 
 
 def test_the_config_says_what_a_stranger_needs() -> None:
