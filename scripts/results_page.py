@@ -11,7 +11,7 @@ import numpy as np
 
 from bench.e2e.throughput_peers import NO_TIME
 from bench.policies_plans import BF16, FULL
-from bench.policies_report import window_kl
+from bench.policies_report import sizes, window_kl
 from bench.quality_parts import bootstrap_ratio
 from pagedweight.evaluation.report import rows as evaluation_rows
 
@@ -26,6 +26,7 @@ random weights: no large pretrained model was at hand.
 """
 ABLATIONS = ("w/o routing statistics", "w/o prompt residual", "w/o page movement", "w/o global sensitivity")
 OWN = (*ABLATIONS, "buckets alone", "plain greedy")
+TABLES = {"lut16": "16-bit tables", "fast": "byte tables"}  # fast: lines at 5 and 6 bits
 Lines = Iterator[str]
 
 
@@ -47,7 +48,10 @@ def policies(record: Mapping[str, Any]) -> Lines:
     settings, cells = record["settings"], record["cells"]
     budgets = settings["budgets"]
     counted = "planes" if settings["bytes"] == "code" else "planes and tables"
-    yield f"### {settings['model']}, budgets in bytes of {counted}, live policies plan from the {settings['signals']}"
+    yield (
+        f"### {settings['model']}, level {settings['method']}, budgets in bytes of {counted}, live policies plan from the "
+        f"{settings['signals']}"
+    )
     yield ""
     others = [name for name in cells if name not in (FULL, BF16, *OWN)]
     for names in (others, [name for name in OWN if name in cells]):
@@ -61,6 +65,13 @@ def policies(record: Mapping[str, Any]) -> Lines:
     below = [f"{name} at {bits}" for name in cells for bits in budgets if ratio(cells, name, bits)[1] < 1]
     yield (f"Below the full planner's: {', '.join(below)}." if below else "None is below it beyond its interval.")
     yield ""
+    if BF16 in cells:
+        yield "Expert weights in MB, planes alone / as held with tables and frames:"
+        yield ""
+        rows = [(name, *sizes(cells, name, budgets)) for name in (FULL, *others)]
+        yield from table(["policy", *(f"{bits} bits" for bits in budgets)], rows)
+        yield f"In bf16 {next(sizes(cells, BF16, [16.0])).split(' / ')[0]} MB. Two neighbouring widths are held both."
+        yield ""
     yield from made_by(record, record["machine"])
 
 
@@ -152,14 +163,17 @@ def dynamic(record: Mapping[str, Any]) -> Lines:
 
 def throughput(record: Mapping[str, Any]) -> Lines:
     """Table 3: tokens/s and peak reserved memory."""
-    tables = {"lut16": "16-bit tables", "fast": "byte tables to 4 bits, lines above"}[record["codebooks"]]
     kinds = (("shared", "the shared expert paged too"), ("compiled", "layers compiled by torch.compile"))
-    yield f"### {'; '.join(['Qwen1.5-MoE-A2.7B shape', tables, *(text for name, text in kinds if record.get(name))])}"
+    yield f"### {'; '.join(['Qwen1.5-MoE-A2.7B shape', *(text for name, text in kinds if record.get(name))])}"
     yield ""
     batches = sorted({row["batch"] for row in [*record["dense"], *record.get("paged", [])]})
     named: dict[str, dict[int, Mapping[str, Any]]] = {}
     for row in [*record["dense"], *record.get("paged", [])]:
-        name = f"{row['experts']}, {row['width']} bits" if "width" in row else bf16_name(row["experts"])
+        name = (
+            f"{row['experts']}, {row['width']} bits, {TABLES[row['codebooks']]}"
+            if "width" in row
+            else bf16_name(row["experts"])
+        )
         named.setdefault(name, {})[row["batch"]] = row
     rows = [(name, *(of_speed(found.get(batch)) for batch in batches)) for name, found in named.items()]
     yield from table(["experts", *(f"B = {batch}: GB, tokens/s" for batch in batches)], rows)
@@ -168,8 +182,8 @@ def throughput(record: Mapping[str, Any]) -> Lines:
         ["beside", "memory saved", "times tokens/s"],
         (
             (
-                f"B = {bar['batch']}, {bar['width']} bits beside {bf16_name(bar['against'])}",
-                f"{100 * bar['memory_saved']:.1f} %",
+                f"{at(bar)}, beside {bf16_name(bar['against'])}",
+                "" if bar["against"] == NO_TIME else f"{100 * bar['memory_saved']:.1f} %",
                 f"{bar['times_tokens_per_second']:.2f}",
             )
             for bar in bars
@@ -178,12 +192,13 @@ def throughput(record: Mapping[str, Any]) -> Lines:
     mixed = [row for row in record.get("paged", []) if "slower_than_uniform" in row]
     if mixed:
         yield "Mixed widths beside the uniform width of the same bytes, in turns: " + "; ".join(
-            f"{row['width']} bits, B = {row['batch']}: {100 * row['slower_than_uniform']:+.1f} % time" for row in mixed
+            f"{row['width']} bits, {TABLES[row['codebooks']]}, B = {row['batch']}: {100 * row['slower_than_uniform']:+.1f} % time"
+            for row in mixed
         )
         yield ""
     if record.get("moving"):
         yield "While pages leave and come back, beside the same steps held still: " + "; ".join(
-            f"B = {row['batch']}: {100 * row['slower_than_still']:+.1f} % time, "
+            f"{TABLES[row['codebooks']]}, B = {row['batch']}: {100 * row['slower_than_still']:+.1f} % time, "
             f"{row['released_bytes'] / 1e6:.0f} MB out and {row['loaded_bytes'] / 1e6:.0f} MB in"
             for row in record["moving"]
         )
@@ -194,12 +209,25 @@ def throughput(record: Mapping[str, Any]) -> Lines:
     yield from made_by(record, f"{record['gpu']}, torch, Triton and transformers {', '.join(record['versions'])}")
 
 
+def at(row: Mapping[str, Any]) -> str:
+    return f"B = {row['batch']}, {row['width']} bits, {TABLES[row['codebooks']]}"
+
+
+def named_row(row: Mapping[str, Any]) -> str:
+    if "width" not in row:
+        return bf16_name(row["experts"])
+    return f"{row['experts']}, {row['width']} bits, {TABLES[row['codebooks']]}"
+
+
 def bf16_name(experts: str) -> str:
     return "the limit: no experts at all" if experts == NO_TIME else f"bf16, {experts}"
 
 
 def of_speed(row: Mapping[str, Any] | None) -> str:
-    return "-" if row is None else f"{row['peak_reserved_bytes'] / 1e9:.2f}, {row['tokens_per_second']:.1f}"
+    if row is None:
+        return "-"
+    held = "-" if row["experts"] == NO_TIME else f"{row['peak_reserved_bytes'] / 1e9:.2f}"
+    return f"{held}, {row['tokens_per_second']:.1f}"
 
 
 def shared_experts(record: Mapping[str, Any]) -> Lines:

@@ -7,20 +7,21 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from bench.e2e.decoding import Mark
 
 WHOLE_CACHE = "whole_cache"
+ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 WARM_UP_STEPS = 2
 KERNELS_LISTED = 40
 RECOMPILE_LIMIT = 32  # kinds of experts, and one sequence or more
 
 
 def attend_to_whole_cache() -> None:
-    """Make known to transformers an attention of one new token to every slot of a full static cache, without a mask:
-    with one, torch takes a kernel that reads the keys of a head by a single multiprocessor."""
+    """Make known to transformers an attention of one new token to every slot of a full static cache, without a mask."""
     AttentionInterface.register(WHOLE_CACHE, sdpa_attention_forward)
     AttentionMaskInterface.register(WHOLE_CACHE, lambda *args, **kwargs: None)
 
@@ -133,13 +134,15 @@ class CapturedDecoding:
         self.restart(WARM_UP_STEPS + 1)
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP_STEPS):
+        torch.backends.cuda.enable_cudnn_sdp(True)  # vLLM switches it off
+        with sdpa_kernel(ATTENTION, set_priority=True):
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP_STEPS):
+                    self._forward()
+            stream.synchronize()
+            # On the same stream: cuBLAS keeps a workspace for each that it is called on.
+            with torch.cuda.graph(graph, stream=stream):
                 self._forward()
-        stream.synchronize()
-        # On the same stream: cuBLAS keeps a workspace for each that it is called on.
-        with torch.cuda.graph(graph, stream=stream):
-            self._forward()
         torch.cuda.synchronize()
         return graph
 

@@ -19,7 +19,7 @@ from pagedweight.layout import Layout, table_form
 from pagedweight.patching import install
 from pagedweight.patching_model import PagedModel
 from pagedweight.patching_pages import layout_of, page_sizes
-from pagedweight.patching_sizes import choose_sizes, kv_layers_of
+from pagedweight.patching_sizes import KVLayers, choose_sizes, kv_layers_of
 from pagedweight.policy import Policy
 from pagedweight.runtime.pages import PageSizes
 
@@ -110,7 +110,7 @@ class Drawn(NamedTuple):
     model: PreTrainedModel
     found: list[ExpertsModule]
     store: DrawnStore
-    kv_layers: list
+    kv_layers: KVLayers
     dense_bytes: int
 
     def patched(self, config: RuntimeConfig) -> PreTrainedModel:
@@ -122,6 +122,12 @@ class Drawn(NamedTuple):
         paged = PagedModel(self.store, sizes, drawn_policy(layout), config, device, self.model.config)
         install(self.model, paged, self.found)
         return self.model
+
+    def with_codebooks(self, codebooks: Mapping[int, str], buffer_bytes: int) -> Drawn:
+        """The same model with pages of other codebooks, lut16 where none is given."""
+        shapes, widths = [experts.shape for experts in self.found], self.store.layout.widths
+        store = _drawn_store(layout_of(shapes, widths, codebooks), self.kv_layers, buffer_bytes, self.model.device)
+        return self._replace(store=store)
 
     def resident_bytes(self) -> dict[int, int]:
         """Arena bytes of every linear-block at each width."""
@@ -176,10 +182,13 @@ def emptied(
     for experts in found:
         experts.drop_weights()
     layout = layout_of([experts.shape for experts in found], widths, codebooks)
+    return Drawn(model, found, _drawn_store(layout, kv_layers, buffer_bytes, model.device), kv_layers, dense_bytes)
+
+
+def _drawn_store(layout: Layout, kv_layers: KVLayers, buffer_bytes: int, device: torch.device) -> DrawnStore:
     frame_bytes = choose_sizes(layout, RuntimeConfig(), kv_layers).frame_bytes
     sizes = page_sizes(layout, [plane_geometry(n, k, frame_bytes) for n, k in layout.row_shapes()])
-    pages = RepeatedPages(layout, sizes, buffer_bytes, model.device)
-    return Drawn(model, found, DrawnStore(layout, pages), kv_layers, dense_bytes)
+    return DrawnStore(layout, RepeatedPages(layout, sizes, buffer_bytes, device))
 
 
 def drawn_policy(layout: Layout) -> Policy:

@@ -98,7 +98,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", default=["answers", "dense", "paged", "moving"])
     parser.add_argument("--profile", type=int, nargs="+", default=[], help="batches whose kernels are listed")
-    parser.add_argument("--codebooks", default="lut16", choices=list(CODEBOOKS))
+    parser.add_argument("--codebooks", nargs="+", default=["lut16"], choices=list(CODEBOOKS))
     parser.add_argument("--shared", action="store_true", help="page the shared expert with the routed ones")
     parser.add_argument("--compiled", action="store_true", help="fuse what is small in each layer by torch.compile")
     parser.add_argument("--device", default="cuda")
@@ -112,14 +112,17 @@ def main() -> int:
         "gpu": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "versions": [torch.__version__, triton.__version__, transformers.__version__],
         "command": command("python -m bench.e2e.throughput"),
-        "codebooks": options.codebooks,
         "shared": options.shared,
         "compiled": options.compiled,
     }
     checked = []
     if "answers" in options.parts:
         place = options.device, options.batches, options.context
-        checked = answers(options.model, *place, options.codebooks, shared=options.shared)
+        checked = [
+            row | {"codebooks": name}
+            for name in options.codebooks
+            for row in answers(options.model, *place, name, shared=options.shared)
+        ]
     keep(results, "answers", checked, options.out)
     if not all(row["ok"] for row in checked):
         return 1
@@ -129,16 +132,18 @@ def main() -> int:
     model.set_attn_implementation(WHOLE_CACHE)
     dense = dense_rows(model, options.peers, options.batches, setting) if "dense" in options.parts else []
     keep(results, "dense", dense, options.out)
-    drawn, rows = drawn_of(model, options.codebooks, shared=options.shared), []
-    for at, width in enumerate(options.widths):
-        if "paged" in options.parts:
-            rows += paged_rows(drawn, width, options.batches, setting)
+    drawn, rows = drawn_of(model, options.codebooks[0], shared=options.shared), []
+    for at, name in enumerate(options.codebooks):
+        if at:
+            drawn = drawn.with_codebooks(CODEBOOKS[name], BUFFER_BYTES if options.device == "cuda" else 0)
+        for width in options.widths if "paged" in options.parts else []:
+            rows += [row | {"codebooks": name} for row in paged_rows(drawn, width, options.batches, setting)]
             keep(results, "paged", rows, options.out)
             keep(results, "bars", bars(rows, dense), options.out)
-        if "moving" in options.parts and at == 0:
-            model = without_hooks(drawn, drawn.resident_bytes()[WIDTHS[-2]], compiled=setting.compiled)
-            moved = [moving_row(model, batch, setting.context_tokens) for batch in options.batches]
-            keep(results, "moving", moved, options.out)
+            if "moving" in options.parts and "moving" not in results:
+                model = without_hooks(drawn, drawn.resident_bytes()[WIDTHS[-2]], compiled=setting.compiled)
+                moved = [moving_row(model, batch, setting.context_tokens) for batch in options.batches]
+                keep(results, "moving", [row | {"codebooks": name} for row in moved], options.out)
     return 0
 
 

@@ -185,6 +185,7 @@ def bars(rows: list[dict], dense: list[dict]) -> list[dict]:
         {
             "batch": row["batch"],
             "width": row["width"],
+            "codebooks": row["codebooks"],
             "against": other["experts"],
             "memory_saved": 1 - row["peak_reserved_bytes"] / max(1, other["peak_reserved_bytes"]),
             "times_tokens_per_second": row["tokens_per_second"] / other["tokens_per_second"],
