@@ -43,9 +43,9 @@ def _model(record: Mapping[str, Any]) -> str:
         "",
         "Megabytes of expert weights: planes alone, and as the runtime holds them, tables and frames included:\n",
     ]
-    lines += _table(budgets, [(name, _sizes(cells, name, budgets)) for name in names])
+    lines += _table(budgets, [(name, sizes(cells, name, budgets)) for name in names])
     if BF16 in cells:
-        lines += ["", f"bf16: {next(_sizes(cells, BF16, [16.0]))}"]
+        lines += ["", f"bf16: {next(sizes(cells, BF16, [16.0]))}"]
     return "\n".join(lines) + "\n"
 
 
@@ -89,8 +89,9 @@ def _perplexities(cells: Mapping[str, Any], name: str, budgets: list[float]) -> 
         yield " / ".join(f"{np.exp(np.mean(figures['loss'])):.3f}" for figures in cell.values())
 
 
-def _sizes(cells: Mapping[str, Any], name: str, budgets: list[float]) -> Iterator[str]:
+def sizes(cells: Mapping[str, Any], name: str, budgets: list[float]) -> Iterator[str]:
+    """Megabytes at each budget: of planes alone, and as the runtime holds them."""
     for bits in budgets:
         texts = list(cells[name].get(str(bits), {}).values())
-        sizes = [np.mean([np.mean(text[kind]) for text in texts]) / 1e6 for kind in SIZES if texts and kind in texts[0]]
-        yield " / ".join(f"{size:.3f}" for size in sizes)
+        mean = [np.mean([np.mean(text[kind]) for text in texts]) / 1e6 for kind in SIZES if texts and kind in texts[0]]
+        yield " / ".join(f"{size:.3f}" for size in mean)
