@@ -48,10 +48,7 @@ def policies(record: Mapping[str, Any]) -> Lines:
     settings, cells = record["settings"], record["cells"]
     budgets = settings["budgets"]
     counted = "planes" if settings["bytes"] == "code" else "planes and tables"
-    yield (
-        f"### {settings['model']}, level {settings['method']}, budgets in bytes of {counted}, live policies plan from the "
-        f"{settings['signals']}"
-    )
+    yield f"### {settings['model']}, level {settings['method']}, budgets in bytes of {counted}"
     yield ""
     others = [name for name in cells if name not in (FULL, BF16, *OWN)]
     for names in (others, [name for name in OWN if name in cells]):
@@ -60,7 +57,8 @@ def policies(record: Mapping[str, Any]) -> Lines:
         yield from table(["policy", *(f"{bits} bits" for bits in budgets)], [full, *rows])
     yield (
         "Mean KL to bf16 of the full planner in 10^-3 nats a token; of the others how many times that, with the 95 % "
-        f"interval of a bootstrap over the same {len(window_kl(cells, FULL, budgets[0]))} windows."
+        f"interval of a bootstrap over the same {len(window_kl(cells, FULL, budgets[0]))} windows. Live policies plan from "
+        f"{'the first half of a window, KL is of the second' if settings['signals'] == 'past' else 'the window itself'}."
     )
     below = [f"{name} at {bits}" for name in cells for bits in budgets if ratio(cells, name, bits)[1] < 1]
     yield (f"Below the full planner's: {', '.join(below)}." if below else "None is below it beyond its interval.")
@@ -192,8 +190,7 @@ def throughput(record: Mapping[str, Any]) -> Lines:
     mixed = [row for row in record.get("paged", []) if "slower_than_uniform" in row]
     if mixed:
         yield "Mixed widths beside the uniform width of the same bytes, in turns: " + "; ".join(
-            f"{row['width']} bits, {TABLES[row['codebooks']]}, B = {row['batch']}: {100 * row['slower_than_uniform']:+.1f} % time"
-            for row in mixed
+            f"{at(row)}: {100 * row['slower_than_uniform']:+.1f} % time" for row in mixed
         )
         yield ""
     if record.get("moving"):
