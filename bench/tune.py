@@ -20,8 +20,8 @@ H200 = Hardware(232448, True)
 TOKENS = {"qwen": (1, 4, 16, 64), "mixtral": (1, 4, 16), "gemma": (1, 16)}
 
 
-def cut(rows: int, chunks: int = 1, splits: int = 1, warps: int = 4, stages: int = 3, words: int = 16) -> ProductConfig:
-    return ProductConfig(rows, chunks, splits, warps, stages, words=words)
+def cut(rows: int, chunks: int = 1, splits: int = 1, warps: int = 4, stages: int = 3) -> ProductConfig:
+    return ProductConfig(rows, chunks, splits, warps, stages)
 
 
 def around(
@@ -90,8 +90,6 @@ def answers() -> list[Case]:
     cases = [Case("odd", 1, "all", books, one) for books in ("lut16", "fast", "cubic")]
     cases += [Case("odd", 1, "all", "fast", one8), Case("odd", 1, "all", "cubic", one[:1], dtype=torch.float16)]
     cases += [Case("odd", m, "all", books, many) for m in (3, 33) for books in ("lut16", "fast", "cubic")]
-    halves = [DecodeConfig(cut(4, 8, words=8), cut(32, 2, words=8), 4, False, True)]
-    cases += [Case("odd", 3, "all", "lut16", halves)]
     cases += [Case("odd", m, "all", "fast", many8) for m in (2, 17, 64)]
     cases += [Case("odd", 5, "all", books, many, dtype=torch.float16) for books in ("lut16", "fast", "cubic")]
     return cases
@@ -101,6 +99,7 @@ def peers() -> list[Case]:
     """The table's settings on every shape, and lut16 at one: the rows that vLLM's stand beside."""
     framed = [case for case in chosen() if case.frames == "framed"]
     rows = [case for case in framed if case.codebooks == "fast" or (case.shape, case.tokens) == ("qwen", 16)]
+    rows += [_of_the_table(shape, 64, "4", "fast") for shape in ("mixtral", "gemma")]
     return rows + [case._replace(met=5) for case in rows if (case.shape, case.tokens) == ("mixtral", 4)]
 
 
@@ -213,10 +212,10 @@ def shared_tables() -> list[Case]:
     def made(tokens: int, up: ProductConfig, down: ProductConfig) -> DecodeConfig:
         return DecodeConfig(up, down, tokens, False, True, False, True)
 
-    halves = [cut(4, 8, words=8), cut(8, 8, words=8), cut(8, 8, warps=8, words=8), cut(16, 8, warps=8, words=8)]
-    settings = [made(2, cut(8, 4), cut(16, 4)), made(2, *halves[:2]), made(4, *halves[:2]), made(2, *halves[2:])]
-    settings += [made(4, *halves[2:]), made(2, halves[0], cut(16, 4))]
-    return [Case("qwen", 16, label, "lut16", settings) for label in ("6", "mixed")]
+    settings = [made(2, cut(8, 4), cut(16, 4)), made(2, cut(16, 4, 1, 8, 2), cut(32, 4, 1, 8, 2))]
+    settings += [made(4, cut(16, 2), cut(32, 2)), made(2, cut(8, 4), cut(32, 2))]
+    settings += [made(2, cut(4, 4, warps=2), cut(8, 4, warps=2))]
+    return [Case("qwen", 16, "6", "lut16", settings)]
 
 
 def gates() -> list[Case]:

@@ -174,7 +174,7 @@ def op_call(layer: GpuLayer, case: Case, batch: tuple[torch.Tensor, ...]) -> tup
 
 def variants(case: Case, grouped: bool) -> Iterator[tuple[str, Callable[..., torch.Tensor]]]:
     for config in case.configs:
-        name = f"rows {config.rows} tokens {config.tokens}/{config.few} band {config.band}"
+        name = f"rows {config.rows} tokens {config.tokens}/{config.few}"
         yield name, lambda *call, config=config: launch_prefill_moe(*call, config=config)
     if not case.configs:
         yield "chosen", fused_moe

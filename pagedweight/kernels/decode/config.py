@@ -9,8 +9,7 @@ from pagedweight.layout import check_codebook
 
 MAX_TOKENS = 64
 BYTE_CODEBOOKS = frozenset({"affine", "lut8"})
-BLOCK_WORDS = 16
-BLOCK_COLUMNS = 32 * BLOCK_WORDS
+BLOCK_COLUMNS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +17,8 @@ class ProductConfig:
     """How one launch cuts its rows.
 
     rows: matrix rows a program (of gate and of up each, in the first launch). chunks: operand rows a matrix row makes,
-    each with every chunks-th unit of columns: a block, which has 16 words of a row, or with `words` 8 half of one.
-    splits: programs that share a row's columns. warps, stages: Triton's num_warps and software pipelining depth.
-    registers: most registers a thread may use; None leaves it to the compiler.
+    each with every chunks-th column block. splits: programs that share a row's columns. warps, stages: Triton's
+    num_warps and software pipelining depth. registers: most registers a thread may use; None leaves it to the compiler.
     """
 
     rows: int = 32
@@ -29,7 +27,6 @@ class ProductConfig:
     warps: int = 4
     stages: int = 3
     registers: int | None = None
-    words: int = BLOCK_WORDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +79,11 @@ class Workload(NamedTuple):
         return all(map(takes_int8, self.codebooks, self.widths))
 
     @property
+    def only_loads(self) -> bool:
+        """Whether every weight is loaded from a table of its own: lut16 above 4 bits."""
+        return all(book == "lut16" and bits > 4 for book, bits in zip(self.codebooks, self.widths, strict=True))
+
+    @property
     def large(self) -> bool:
         """Whether one expert's rows fill a GPU by themselves."""
         return self.hidden * self.intermediate >= 1 << 24
@@ -105,12 +107,14 @@ GENERIC = Hardware(99 * 1024, False)  # what every GPU since Ampere grants
 class Row(NamedTuple):
     """One row of a launch table: its settings serve workloads within all of its bounds.
 
-    int8: only where int8 products serve a width; every: only where they serve all. uniform: only for a single width.
+    int8: only where int8 products serve a width; every: only where they serve all. loads: only where every weight is
+    loaded from a table. uniform: only for a single width.
     """
 
     config: DecodeConfig
     int8: bool = False
     every: bool = False
+    loads: bool = False
     most_tokens: int = MAX_TOKENS
     least_pairs_per_expert: float = 0.0
     large: bool | None = None
@@ -122,6 +126,7 @@ class Row(NamedTuple):
         return (
             (work.int8 or not self.int8)
             and (work.only_int8 or not self.every)
+            and (work.only_loads or not self.loads)
             and work.tokens <= self.most_tokens
             and work.pairs_per_expert >= self.least_pairs_per_expert
             and self.large in (None, work.large)
@@ -161,8 +166,11 @@ H200_ROWS = (
     Row(DecodeConfig(_FEW_ROWS, _WHOLE_ROWS, tokens=1), most_tokens=1, narrow=True),
     # 15.3 against 16.7 us, Qwen, 6 bits; 15.0 against 15.3, mixed.
     Row(DecodeConfig(_TWO_WARPS, _WHOLE_ROWS, tokens=1, int8=True), every=True, most_tokens=1, least_widest=5),
-    # 14.5 against 14.7 us, Qwen, 4 bits; 12.4 against 11.9 at 3.
-    Row(DecodeConfig(_TWO_WARPS, _WHOLE_ROWS, tokens=1), every=True, most_tokens=1, least_widest=4),
+    # 14.3 against 14.9 us with the row below, Qwen, 4 bits; 12.3 against 12.1 at 3.
+    Row(
+        DecodeConfig(_FEW_ROWS, ProductConfig(rows=16, splits=4, warps=1), tokens=1),
+        every=True, most_tokens=1, least_widest=4,
+    ),
     Row(DecodeConfig(_FEW_ROWS, _WHOLE_ROWS, tokens=1), most_tokens=1),
     # Decoding an expert once for eight tokens: 125 against 146 us, Qwen, 64 tokens, 6 bits; 162 against 186, Mixtral,
     # 16 tokens, 3 bits. With 1.1 pairs an expert it loses: 99.9 against 74.0 us, Qwen, 16 tokens, 4 bits.
@@ -171,6 +179,8 @@ H200_ROWS = (
     # 74.0 against 76.5 us with four warps, Qwen, 16 tokens, 4 bits.
     Row(_apart(_TWO_WARPS, ProductConfig(rows=32, warps=2), tokens=4), int8=True),
     Row(_apart(ProductConfig(), ProductConfig(rows=64), tokens=8, int8=False), least_pairs_per_expert=2),
+    # Four operand rows share a table: 209 against 271 us, Qwen, 16 tokens, lut16 at 6 bits.
+    Row(_apart(ProductConfig(8, 4), ProductConfig(16, 4), tokens=2, int8=False), loads=True, large=False),
     Row(_apart(ProductConfig(), ProductConfig(rows=64), tokens=4, int8=False)),
 )  # fmt: skip
 
@@ -179,7 +189,7 @@ def choose(work: Workload, hardware: Hardware = GENERIC) -> DecodeConfig:
     """The settings for a workload: the table's, made to fit the matrices and the GPU."""
     row = next(row for row in H200_ROWS if row.serves(work))
     config = replace(row.config, early_launch=hardware.early_launch)
-    steps = _steps(work.intermediate, config.down)
+    steps = _steps(work.intermediate, config.down.chunks)
     config = replace(config, down=replace(config.down, splits=min(config.down.splits, steps)))
     while config.gate_up.stages > 1 and problem(config, work, hardware) is not None:
         stages = config.gate_up.stages - 1
@@ -197,15 +207,13 @@ def problem(config: DecodeConfig, work: Workload, hardware: Hardware) -> str | N
     if config.int8 and not work.int8:
         return f"int8 products need affine, lut8, or lut16 of up to 4 bits; the codebooks are {work.codebooks}"
     prepared = config.prepared or work.tokens > 1
-    if config.int8 and min(gate_up.words, down.words) < BLOCK_WORDS:
-        return "int8 products take whole column blocks: words must be 16"
     if config.int8 and prepared and (max(gate_up.chunks, down.chunks) > 1 or config.tokens > 8):
         return "int8 products of prepared digits take whole rows and at most 8 tokens"
     if not prepared and config.tokens != 1:
         return f"tokens is {config.tokens}, but one token is not grouped; it must be 1"
     if gate_up.splits != 1:
         return f"the gate_up launch has {gate_up.splits} splits; its activation needs whole sums"
-    steps = _steps(work.intermediate, down)
+    steps = _steps(work.intermediate, down.chunks)
     if not 1 <= down.splits <= steps:
         return f"the down launch has {down.splits} splits of {steps} steps"
     columns = config.tokens * (2 if config.int8 else 1)
@@ -221,23 +229,19 @@ def _product_problem(
 ) -> str | None:
     if any(value < 1 or value & (value - 1) for value in (product.rows, product.chunks, product.warps)):
         return "rows, chunks and warps must be powers of two"
-    if product.words not in (BLOCK_WORDS // 2, BLOCK_WORDS):
-        return f"words is {product.words}; a unit of columns is a block of 16 words or half of one"
     if operand_rows != 16 * product.warps:
         return f"{operand_rows} operand rows are not 16 for each of {product.warps} warps"
-    most = 16 if product.words == BLOCK_WORDS else 32
-    if product.chunks * columns > most:
-        return f"{product.chunks} chunks of {columns} columns are more than {most} operand columns"
+    if product.chunks * columns > 16:
+        return f"{product.chunks} chunks of {columns} columns are more than 16 operand columns"
     # The pipeline keeps one step fewer in flight than it has stages.
-    held = operand_rows * 4 * product.words * planes + 64 * product.words * product.chunks * columns
-    needed = max(product.stages - 1, 1) * held
+    needed = max(product.stages - 1, 1) * (operand_rows * 64 * planes + 1024 * product.chunks * columns)
     if needed > shared_bytes:
         return f"{needed} bytes of shared memory; {shared_bytes} are there"
     return None
 
 
-def _steps(columns: int, product: ProductConfig) -> int:
-    return -(-columns // (32 * product.words * product.chunks))
+def _steps(columns: int, chunks: int) -> int:
+    return -(-columns // (BLOCK_COLUMNS * chunks))
 
 
 def check_codebooks(widths: tuple[int, ...], codebooks: tuple[str, ...]) -> None:

@@ -45,14 +45,13 @@ def _tile(
     bias_ptr, arrivals_ptr, first_row, slot, tile, split,
     HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
     PADDED: tl.constexpr, PLANES: tl.constexpr, PLANE_FRAMES: tl.constexpr, FRAME_ROWS: tl.constexpr,
-    WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr,
     INT8: tl.constexpr,
     ORDERS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, SEPARATE_SUM: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
-    STEPS: tl.constexpr = (INTERMEDIATE + 32 * WORDS * CHUNKS - 1) // (32 * WORDS * CHUNKS)
+    STEPS: tl.constexpr = (INTERMEDIATE + 512 * CHUNKS - 1) // (512 * CHUNKS)
     digit_column = tl.arange(0, 2 * TOKENS) // 2
     column = tl.arange(0, CHUNKS * TOKENS) % TOKENS
     token_column = tl.arange(0, TOKENS)
@@ -89,7 +88,7 @@ def _tile(
                     sums = rows.rows_product(
                         h_ptr, pair * INTERMEDIATE, column < pairs, frames, table, row, operand_row, index % CHUNKS,
                         split * STEPS // SPLITS, (split + 1) * STEPS // SPLITS, WIDTHS[i], operands.item(CODEBOOKS, i),
-                        INTERMEDIATE, FRAME_ROWS, CHUNKS, WORDS, TOKENS, STAGES, SINGLE, WARPS, PDL, PTX,
+                        INTERMEDIATE, FRAME_ROWS, CHUNKS, TOKENS, STAGES, SINGLE, WARPS, PDL, PTX,
                     )  # fmt: skip
         if BIAS:
             # Once for every pair: by the program with the first columns.
@@ -112,8 +111,7 @@ def _down_kernel(
     table_ptr, bias_ptr, features_ptr, arrivals_ptr, tokens, first_row, layer, layers, request_slots, counted_experts,
     HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
     PADDED: tl.constexpr, PLANES: tl.constexpr, PLANE_FRAMES: tl.constexpr, FRAME_ROWS: tl.constexpr,
-    WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr,
     INT8: tl.constexpr,
     ORDERS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, SEPARATE_SUM: tl.constexpr,
@@ -153,5 +151,5 @@ def _down_kernel(
             table_ptr, bias_ptr, arrivals_ptr, first_row, item // (TILES * SPLITS), (item // SPLITS) % TILES,
             item % SPLITS,
             HIDDEN, INTERMEDIATE, EXPERTS, CHOICES, PADDED, PLANES, PLANE_FRAMES, FRAME_ROWS, WIDTHS, CODEBOOKS,
-            ROWS, CHUNKS, WORDS, TOKENS, SPLITS, STAGES, WARPS, PLANNED, PTX, INT8, ORDERS, BIAS, PDL, SEPARATE_SUM,
+            ROWS, CHUNKS, TOKENS, SPLITS, STAGES, WARPS, PLANNED, PTX, INT8, ORDERS, BIAS, PDL, SEPARATE_SUM,
         )  # fmt: skip

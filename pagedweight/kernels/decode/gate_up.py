@@ -65,8 +65,7 @@ def _tile(
     x_ptr, digits_ptr, scales_ptr, h_ptr, ids_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, bias_ptr, first_row, slot,
     tile, HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
     PLANES: tl.constexpr, PLANE_FRAMES: tl.constexpr, FRAME_ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
-    WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
     STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr, INT8: tl.constexpr,
     ORDERS: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +81,7 @@ def _tile(
         table = tl.load(table_ptr + block_row)
         address_ptr = frame_ptr + block_row.to(tl.int64) * (PLANES * PLANE_FRAMES)
         row = _tile_rows(tile, tl.arange(0, 2 * ROWS), INTERMEDIATE, ROWS, GATED)
-        STEPS: tl.constexpr = (HIDDEN + 32 * WORDS * CHUNKS - 1) // (32 * WORDS * CHUNKS)
+        STEPS: tl.constexpr = (HIDDEN + 512 * CHUNKS - 1) // (512 * CHUNKS)
         SINGLE: tl.constexpr = STEPS == 1 and not (INT8 and PLANNED)
         index = rows.operand_rows(2 * ROWS * CHUNKS, WARPS, SINGLE)
         operand_row = _tile_rows(tile, index // CHUNKS, INTERMEDIATE, ROWS, GATED)
@@ -107,7 +106,7 @@ def _tile(
                     sums = rows.rows_product(
                         x_ptr, (pair // CHOICES) * HIDDEN, column < pairs, frames, table, row, operand_row,
                         index % CHUNKS, 0, STEPS, WIDTHS[i], operands.item(CODEBOOKS, i), HIDDEN, FRAME_ROWS, CHUNKS,
-                        WORDS, TOKENS, STAGES, SINGLE, WARPS, False, PTX,
+                        TOKENS, STAGES, SINGLE, WARPS, False, PTX,
                     )  # fmt: skip
         if BIAS:
             sums += tl.load(bias_ptr + expert * ((1 + GATED) * INTERMEDIATE) + row).to(tl.float32)[:, None]
@@ -124,8 +123,7 @@ def _gate_up_kernel(
     HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr,
     PADDED: tl.constexpr, ARRIVALS: tl.constexpr, PLANES: tl.constexpr, PLANE_FRAMES: tl.constexpr,
     FRAME_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr,
-    ROWS: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
-    WARPS: tl.constexpr,
+    ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
     PLANNED: tl.constexpr,
     PTX: tl.constexpr, INT8: tl.constexpr, ORDERS: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
     BIAS: tl.constexpr, PDL: tl.constexpr,
@@ -155,5 +153,5 @@ def _gate_up_kernel(
             x_ptr, digits_ptr, scales_ptr, h_ptr, ids_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, bias_ptr,
             first_row, item // TILES, item % TILES,
             HIDDEN, INTERMEDIATE, EXPERTS, CHOICES, PLANES, PLANE_FRAMES, FRAME_ROWS, ACTIVATION, WIDTHS, CODEBOOKS,
-            ROWS, CHUNKS, WORDS, TOKENS, STAGES, WARPS, PLANNED, PTX, INT8, ORDERS, GATED, LIMIT, BIAS,
+            ROWS, CHUNKS, TOKENS, STAGES, WARPS, PLANNED, PTX, INT8, ORDERS, GATED, LIMIT, BIAS,
         )  # fmt: skip

@@ -24,8 +24,8 @@ from pagedweight.kernels.decode.down import _down_kernel
 from pagedweight.kernels.decode.gate_up import _gate_up_kernel
 from pagedweight.kernels.decode.prepare import _prepare_kernel
 from pagedweight.kernels.decode.slots import PLAN_HEADER
-from pagedweight.kernels.decode.weighted_sum import _weighted_sum_kernel
 from pagedweight.kernels.device_order import plane_geometry
+from pagedweight.kernels.weighted_sum import sum_launch, weighted_sum_kernel
 
 SUM_COLUMNS = 512
 
@@ -129,7 +129,6 @@ def _settings(product: ProductConfig) -> dict[str, int]:
     settings = {
         "ROWS": product.rows,
         "CHUNKS": product.chunks,
-        "WORDS": product.words,
         "STAGES": product.stages,
         "WARPS": product.warps,
         "num_warps": product.warps,
@@ -270,10 +269,9 @@ class _Launches:
         return Launch(_down_kernel, (self.tokens + self.slots * self.down_tiles * product.splits,), arguments)
 
     def weighted_sum(self) -> Launch:
-        names = ("ids_ptr", "out_ptr", "weights_ptr", "HIDDEN", "EXPERTS", "CHOICES", "PDL")
-        arguments = {name: self.products[name] for name in names}
-        arguments |= {"parts_ptr": self.parts, "SPLITS": self.config.down.splits, "COLUMNS": SUM_COLUMNS}
-        return Launch(_weighted_sum_kernel, (self.tokens, triton.cdiv(self.hidden, SUM_COLUMNS)), arguments)
+        call, early = self.call, self.config.early_launch
+        parts = (self.parts, call.expert_ids, call.expert_weights, self.out, call.experts)
+        return Launch(weighted_sum_kernel, *sum_launch(*parts, SUM_COLUMNS, early))
 
     def _bias(self, bias: torch.Tensor | None) -> dict[str, Any]:
         return {"bias_ptr": self.call.bits if bias is None else bias, "BIAS": bias is not None}

@@ -72,19 +72,18 @@ def block_words(block, local, COLUMNS: tl.constexpr, FRAME_ROWS: tl.constexpr):
 
 
 @triton.jit
-def block_columns(block, skip, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
-    """(column, is one) of the 32 * WORDS operand columns of each of the blocks (N,), from its word `skip` (N,) on:
-    (32 * WORDS, N)."""
+def block_columns(block, COLUMNS: tl.constexpr):
+    """(column, is one) of the 512 operand columns of each of the blocks (N,): (512, N)."""
     FULL: tl.constexpr = COLUMNS // BLOCK_COLUMNS
     TAIL: tl.constexpr = tail_words(COLUMNS)
-    k = tl.arange(0, 32 * WORDS)[:, None]
+    k = tl.arange(0, BLOCK_COLUMNS)[:, None]
     if TAIL == 0:
-        within = k if WORDS == BLOCK_WORDS else (k // WORDS) * BLOCK_WORDS + skip[None, :] + k % WORDS
-        return block[None, :] * BLOCK_COLUMNS + within, block[None, :] < FULL
+        column = block[None, :] * BLOCK_COLUMNS + k
+        return column, block[None, :] < FULL
     else:
         width = tl.multiple_of(tl.where(block >= FULL, TAIL, BLOCK_WORDS), word_alignment(COLUMNS))[None, :]
-        word = skip[None, :] + k % WORDS
-        column = block[None, :] * BLOCK_COLUMNS + (k // WORDS) * width + word
+        word = k % BLOCK_WORDS
+        column = block[None, :] * BLOCK_COLUMNS + (k // BLOCK_WORDS) * width + word
         is_one = (word < width) & (block[None, :] <= FULL)
         if COLUMNS % 64 != 0:
             is_one = is_one & (column < COLUMNS)
@@ -92,11 +91,9 @@ def block_columns(block, skip, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def load_words(
-    frames, first, width, block, BITS: tl.constexpr, MASKED: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr
-):
-    """A tuple of (R, WORDS) int32, one per plane; words beyond the block or the matrix are 0."""
-    word = tl.arange(0, WORDS)[None, :]
+def load_words(frames, first, width, block, BITS: tl.constexpr, MASKED: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tuple of (R, 16) int32, one per plane; words beyond the block or the matrix are 0."""
+    word = tl.arange(0, BLOCK_WORDS)[None, :]
     planes = ()
     for plane in tl.static_range(BITS):
         pointer = frames[plane][:, None] + (first[:, None] + word)
@@ -123,9 +120,9 @@ def joined(tensors):
 
 
 @triton.jit
-def side_by_side(tensors, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """32 tensors (ROWS, WORDS) -> (ROWS, 32 * WORDS), tensor j at columns WORDS * j ..."""
-    return tl.reshape(tl.permute(joined(tensors), (0, 2, 3, 4, 5, 6, 1)), (ROWS, 32 * WORDS))
+def side_by_side(tensors, ROWS: tl.constexpr):
+    """32 tensors (ROWS, 16) -> (ROWS, 512), tensor j at columns 16 j ..."""
+    return tl.reshape(tl.permute(joined(tensors), (0, 2, 3, 4, 5, 6, 1)), (ROWS, BLOCK_COLUMNS))
 
 
 @triton.jit
@@ -138,11 +135,11 @@ def part(tensors, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def portable_codes(frames, first, width, block, BITS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
-    """(R, 32 * WORDS) int32 codes of WORDS words of a column block, one load, shift and mask per plane and weight."""
-    k = tl.arange(0, 32 * WORDS)[None, :]
-    j = k // WORDS
-    w = k % WORDS
+def portable_codes(frames, first, width, block, BITS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(R, 512) int32 codes of a column block, one load, shift and mask per plane and weight."""
+    k = tl.arange(0, BLOCK_COLUMNS)[None, :]
+    j = k // BLOCK_WORDS
+    w = k % BLOCK_WORDS
     held = (w < width[:, None]) & (block < column_blocks(COLUMNS))[:, None]
     bit = 4 * (4 * ((j >> 1) & 1) + (j & 1) + 2 * (w & 1)) + ((j & 15) >> 2)
     pointer_offset = first[:, None] + (w & 14) + (j >> 4)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from pagedweight.kernels.decode import operands, ptx, tables
 
-BLOCK_WORDS = operands.BLOCK_WORDS
+BLOCK_COLUMNS = operands.BLOCK_COLUMNS
 
 
 @triton.jit
@@ -35,36 +35,23 @@ def operand_rows(COUNT: tl.constexpr, WARPS: tl.constexpr, SINGLE: tl.constexpr)
 
 
 @triton.jit
-def in_operand_order(weights, WARPS: tl.constexpr, COLUMNS: tl.constexpr):
+def in_operand_order(weights, WARPS: tl.constexpr):
     ROWS: tl.constexpr = 16 * WARPS
-    return tl.reshape(tl.permute(tl.reshape(weights, (2, WARPS, 8, COLUMNS)), (1, 0, 2, 3)), (ROWS, COLUMNS))
-
-
-@triton.jit
-def _place(unit, WORDS: tl.constexpr):
-    """(block, first word within it) of the unit-th piece of WORDS words of each row."""
-    if WORDS == BLOCK_WORDS:
-        return unit, unit * 0
-    else:
-        return unit // (BLOCK_WORDS // WORDS), unit % (BLOCK_WORDS // WORDS) * WORDS
+    return tl.reshape(tl.permute(tl.reshape(weights, (2, WARPS, 8, 512)), (1, 0, 2, 3)), (ROWS, 512))
 
 
 @triton.jit
 def _weights(
-    frames, local, unit, table, table_operands, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr,
-    COLUMNS: tl.constexpr, FRAME_ROWS: tl.constexpr, WORDS: tl.constexpr, MASKED: tl.constexpr, BF16: tl.constexpr,
-    PTX: tl.constexpr,
+    frames, local, block, table, table_operands, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr,
+    COLUMNS: tl.constexpr, FRAME_ROWS: tl.constexpr, MASKED: tl.constexpr, BF16: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """(operand rows, 32 * WORDS) of one unit of columns per row, as the product takes them."""
-    block, skip = _place(unit, WORDS)
+    """(operand rows, 512) of one column block per row, as the product takes them."""
     first, width = operands.block_words(block, local, COLUMNS, FRAME_ROWS)
-    first, width = first + skip, width - skip
     if PTX:
-        words = operands.load_words(frames, first, width, block, BITS, MASKED, COLUMNS, WORDS)
-        decoded = ptx.decode_words(words, table_operands, BITS, CODEBOOK, BF16)
-        return operands.side_by_side(decoded, row.shape[0], WORDS)
+        words = operands.load_words(frames, first, width, block, BITS, MASKED, COLUMNS)
+        return operands.side_by_side(ptx.decode_words(words, table_operands, BITS, CODEBOOK, BF16), row.shape[0])
     else:
-        codes = operands.portable_codes(frames, first, width, block, BITS, COLUMNS, WORDS)
+        codes = operands.portable_codes(frames, first, width, block, BITS, COLUMNS)
         return tables.portable_values(codes, table, row, BITS, CODEBOOK)
 
 
@@ -77,10 +64,9 @@ def _add_product(weights, x, sums, PTX: tl.constexpr):
 
 
 @triton.jit
-def _load_x(x_ptr, x_start, x_used, unit, COLUMNS: tl.constexpr, WORDS: tl.constexpr, MASKED: tl.constexpr):
-    """(32 * WORDS, N) of the units (N,)."""
-    block, skip = _place(unit, WORDS)
-    column, is_column = operands.block_columns(block, skip, COLUMNS, WORDS)
+def _load_x(x_ptr, x_start, x_used, block, COLUMNS: tl.constexpr, MASKED: tl.constexpr):
+    """(512, N) of the column blocks (N,)."""
+    column, is_column = operands.block_columns(block, COLUMNS)
     if MASKED:
         return tl.load(x_ptr + (x_start[None, :] + column), is_column & x_used[None, :], other=0.0)
     else:
@@ -91,21 +77,21 @@ def _load_x(x_ptr, x_start, x_used, unit, COLUMNS: tl.constexpr, WORDS: tl.const
 def rows_product(
     x_ptr, x_start, x_used, frames, table, row, operand_row, chunk, first_step, last_step,
     BITS: tl.constexpr, CODEBOOK: tl.constexpr, COLUMNS: tl.constexpr, FRAME_ROWS: tl.constexpr, CHUNKS: tl.constexpr,
-    WORDS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, SINGLE: tl.constexpr, WARPS: tl.constexpr,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr, SINGLE: tl.constexpr, WARPS: tl.constexpr,
     WAIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """y[r, t] = sum_k value(row r, k) x[t, k] over units of columns [first_step * CHUNKS, last_step * CHUNKS).
+    """y[r, t] = sum_k value(row r, k) x[t, k] over column blocks [first_step * CHUNKS, last_step * CHUNKS).
 
-    A unit is WORDS words of a row: a column block, or half of one. x_start, x_used: (CHUNKS * TOKENS,) first element of
-    the token of operand column n = chunk * TOKENS + token, and whether there is one; row: (ROWS,) rows of the
-    linear-block; operand_row, chunk: (ROWS * CHUNKS,) row and column chunk of each of `operand_rows`; frames: of
-    operand_row; table: its address. A matrix row is CHUNKS operand rows, each with every CHUNKS-th unit, so that few
-    rows fill an operand, or that a warp meets few rows' tables. SINGLE: there is one step. WAIT: x is the previous
-    launch's, still running; all that does not depend on it goes first. Returns fp32 (ROWS, TOKENS).
+    x_start, x_used: (CHUNKS * TOKENS,) first element of the token of operand column n = chunk * TOKENS + token, and
+    whether there is one; row: (ROWS,) rows of the linear-block; operand_row, chunk: (ROWS * CHUNKS,) row and column
+    chunk of each of `operand_rows`; frames: of operand_row; table: its address. A matrix row is CHUNKS operand rows,
+    each with every CHUNKS-th column block, so
+    that few rows still fill an operand. SINGLE: there is one step. WAIT: x is the previous launch's, still running;
+    all that does not depend on it goes first. Returns fp32 (ROWS, TOKENS).
     """
     ROWS: tl.constexpr = row.shape[0]
     OPERAND_ROWS: tl.constexpr = ROWS * CHUNKS
-    MASKED: tl.constexpr = COLUMNS % (32 * WORDS * CHUNKS) != 0
+    MASKED: tl.constexpr = (COLUMNS % 512 != 0) or (operands.column_blocks(COLUMNS) % CHUNKS != 0)
     BF16: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
     column_chunk = tl.arange(0, CHUNKS * TOKENS) // TOKENS
     local = operand_row % FRAME_ROWS
@@ -116,19 +102,19 @@ def rows_product(
     NUMBERS: tl.constexpr = CODEBOOK == "lut8" or CODEBOOK == "affine"
     # Where operands are values but for a factor, the sum of x is not needed.
     SHIFTED: tl.constexpr = NUMBERS and (BITS >= 4 or not PTX)
-    x_total = tl.zeros((32 * WORDS, CHUNKS * TOKENS), tl.float32)
+    x_total = tl.zeros((BLOCK_COLUMNS, CHUNKS * TOKENS), tl.float32)
     if CODEBOOK == "affine":
         # Asked for before the loop: after it, every program would wait once more. Other lines lie beside table words.
         factor, shift = tables.byte_line(table, row, BITS, CODEBOOK)
     if SINGLE:
         weights = _weights(
             frames, local, first_step * CHUNKS + chunk, table, table_operands, operand_row,
-            BITS, CODEBOOK, COLUMNS, FRAME_ROWS, WORDS, MASKED, BF16, PTX,
+            BITS, CODEBOOK, COLUMNS, FRAME_ROWS, MASKED, BF16, PTX,
         )  # fmt: skip
-        weights = in_operand_order(weights, WARPS, 32 * WORDS)
+        weights = in_operand_order(weights, WARPS)
         if WAIT:
             tl.extra.cuda.gdc_wait()
-        x = _load_x(x_ptr, x_start, x_used, first_step * CHUNKS + column_chunk, COLUMNS, WORDS, MASKED)
+        x = _load_x(x_ptr, x_start, x_used, first_step * CHUNKS + column_chunk, COLUMNS, MASKED)
         if SHIFTED:
             x_total += x.to(tl.float32)
         sums = _add_product(weights, x, sums, PTX)
@@ -136,12 +122,12 @@ def rows_product(
         if WAIT:
             tl.extra.cuda.gdc_wait()
         for step in tl.range(first_step, last_step, num_stages=STAGES):
-            x = _load_x(x_ptr, x_start, x_used, step * CHUNKS + column_chunk, COLUMNS, WORDS, MASKED)
+            x = _load_x(x_ptr, x_start, x_used, step * CHUNKS + column_chunk, COLUMNS, MASKED)
             if SHIFTED:
                 x_total += x.to(tl.float32)
             weights = _weights(
                 frames, local, step * CHUNKS + chunk, table, table_operands, operand_row,
-                BITS, CODEBOOK, COLUMNS, FRAME_ROWS, WORDS, MASKED, BF16, PTX,
+                BITS, CODEBOOK, COLUMNS, FRAME_ROWS, MASKED, BF16, PTX,
             )  # fmt: skip
             sums = _add_product(weights, x, sums, PTX)
     product = own_chunk(sums, ROWS, CHUNKS, TOKENS)

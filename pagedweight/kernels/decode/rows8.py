@@ -40,7 +40,7 @@ def _operands(
     ROWS: tl.constexpr = row.shape[0]
     first, width = operands.block_words(block, local, COLUMNS, FRAME_ROWS)
     if PTX:
-        words = operands.load_words(frames, first, width, block, BITS, MASKED, COLUMNS, operands.BLOCK_WORDS)
+        words = operands.load_words(frames, first, width, block, BITS, MASKED, COLUMNS)
         codes = ptx.int8_words(words, BITS, CODEBOOK)
         made = ()
         for i in tl.static_range(len(table_words)):
@@ -165,7 +165,7 @@ def _joined(sums, sums_b, ROWS: tl.constexpr, TOKENS: tl.constexpr, PRODUCTS: tl
 @triton.jit
 def _token_block(x_ptr, block, COLUMNS: tl.constexpr):
     """fp32 (512, CHUNKS): the token's columns of the blocks (CHUNKS,)."""
-    column, is_column = operands.block_columns(block, block * 0, COLUMNS, operands.BLOCK_WORDS)
+    column, is_column = operands.block_columns(block, COLUMNS)
     return tl.load(x_ptr + column, is_column, other=0.0).to(tl.float32)
 
 
@@ -206,11 +206,11 @@ def token_product(
         peak = tl.maximum(tl.max(tl.abs(x)), digits.SMALLEST)
         values = digits.rounded(x, peak)
         high, low = digits.operand_digits(values, CHUNKS, ORDER)
-        ordered = rows.in_operand_order(weights[0], WARPS, 512)
+        ordered = rows.in_operand_order(weights[0], WARPS)
         sums_high = _add_product(ordered, high, sums_high, PTX)
         sums_low = _add_product(ordered, low, sums_low, PTX)
         if TWO_BYTES:
-            ordered = rows.in_operand_order(weights[1], WARPS, 512)
+            ordered = rows.in_operand_order(weights[1], WARPS)
             tops_high = _add_product(ordered, high, tops_high, PTX)
             tops_low = _add_product(ordered, low, tops_low, PTX)
     else:

@@ -15,14 +15,12 @@ class PrefillConfig(NamedTuple):
     """How both launches cut their work; the defaults were the fastest on an H200, see docs/prefill.md.
 
     rows: operand rows a program, 16 for each of its warps. tokens: most pairs of an expert that a program decodes
-    weights for at once. few: tiles with no more pairs than this take a narrower product. band: row tiles that all pairs
-    pass before the next ones are read.
+    weights for at once. few: tiles with no more pairs than this take a narrower product.
     """
 
     rows: int = 128
     tokens: int = 128
     few: int = 64
-    band: int = 32
 
 
 def can_prefill(x: torch.Tensor) -> bool:

@@ -39,8 +39,7 @@ def _down_kernel(
     first_row,
     H_STRIDE: tl.constexpr, HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, PLANES: tl.constexpr,
     PLANE_FRAMES: tl.constexpr, FRAME_ROWS: tl.constexpr, BIAS: tl.constexpr, WIDTHS: tl.constexpr,
-    CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, FEW: tl.constexpr, BAND: tl.constexpr,
-    WARPS: tl.constexpr,
+    CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, FEW: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS outputs of up to TOKENS pairs of an expert. Grid (tiles * ceil(H / ROWS),).
 
@@ -48,7 +47,8 @@ def _down_kernel(
     product of that width. Frames of planes above the committed width may hold garbage.
     """
     ROW_TILES: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
-    row_tile, group = tile.own_tiles(ROW_TILES, BAND)
+    row_tile = gl.program_id(0) % ROW_TILES
+    group = gl.program_id(0) // ROW_TILES
     expert = gl.load(tile_expert_ptr + group)
     if expert >= 0:
         start = gl.load(tile_first_ptr + group)

@@ -68,8 +68,7 @@ def _gate_up_kernel(
     X_STRIDE: tl.constexpr, H_STRIDE: tl.constexpr, HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr,
     CHOICES: tl.constexpr, PLANES: tl.constexpr, PLANE_FRAMES: tl.constexpr, FRAME_ROWS: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, BIAS: tl.constexpr, WIDTHS: tl.constexpr,
-    CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, FEW: tl.constexpr, BAND: tl.constexpr,
-    WARPS: tl.constexpr,
+    CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, FEW: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """One program: C columns of h of up to TOKENS pairs of an expert, C = ROWS / 2, or ROWS without a gate.
 
@@ -79,7 +78,8 @@ def _gate_up_kernel(
     """
     COLUMNS: tl.constexpr = ROWS // 2 if GATED else ROWS
     ROW_TILES: tl.constexpr = (INTERMEDIATE + COLUMNS - 1) // COLUMNS
-    row_tile, group = tile.own_tiles(ROW_TILES, BAND)
+    row_tile = gl.program_id(0) % ROW_TILES
+    group = gl.program_id(0) // ROW_TILES
     expert = gl.load(tile_expert_ptr + group)
     if expert >= 0:
         start = gl.load(tile_first_ptr + group)

@@ -71,7 +71,6 @@ class Layer(NamedTuple):
             "ROWS": config.rows,
             "TOKENS": config.tokens,
             "FEW": min(config.few, config.tokens),
-            "BAND": config.band,
             "WARPS": config.rows // 16,
             "num_warps": config.rows // 16,
         }

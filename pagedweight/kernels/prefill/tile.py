@@ -25,20 +25,6 @@ def store_layout(warps):
 
 
 @gluon.jit
-def own_tiles(ROW_TILES: tl.constexpr, BAND: tl.constexpr):
-    """(row tile, tile of pairs) of this program. All pairs pass a band of BAND row tiles before the next band comes, so
-    that an expert's tiles of pairs find the band's weights in L2."""
-    if BAND >= ROW_TILES:
-        return gl.program_id(0) % ROW_TILES, gl.program_id(0) // ROW_TILES
-    else:
-        groups = gl.num_programs(0) // ROW_TILES
-        first = gl.program_id(0) // (BAND * groups) * BAND
-        within = gl.program_id(0) - first * groups
-        width = gl.minimum(BAND, ROW_TILES - first)
-        return first + within % width, within // width
-
-
-@gluon.jit
 def gate_up_row(tile, m, INTERMEDIATE: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr):
     """Row of gate_up for operand row m. A thread holds operand rows 8 apart, so gate and up of one column."""
     if GATED:

@@ -12,7 +12,7 @@ from tests.support import assert_close
 pytestmark = pytest.mark.gpu  # tensor cores of Hopper; the interpreter has none
 
 
-NARROW = PrefillConfig(tokens=64, band=3)  # half the code to compile, and bands even of few rows
+NARROW = PrefillConfig(tokens=64)  # half the code to compile
 
 
 def run(placed, batch, config=NARROW, stats=None):
