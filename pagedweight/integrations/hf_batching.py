@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from transformers.generation.continuous_batching import cache as hf_cache
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators import CachePool
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler, Scheduler
-from transformers.generation.continuous_batching.utils import stream_context
 
 from pagedweight.runtime.frames import OutOfFrames
 
@@ -64,6 +63,11 @@ class SectorPool(CachePool):
         self.free_sectors = []
 
 
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager:
+    """Launches go to the stream; None, as on a CPU, leaves them where they are."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
 class SectorCache(PagedAttentionCache):
     """transformers' cache once its sectors are lent by the arena.
 
@@ -104,7 +108,7 @@ class SectorCache(PagedAttentionCache):
         )
         if dry_run:
             return needed <= self.pool.num_free_sectors + self.pool.sectors.obtainable
-        with stream_context(self.compute_stream), torch.inference_mode(False):
+        with on_stream(self.compute_stream), torch.inference_mode(False):
             self.pool.lend(needed)
         return super().can_store_request_tokens(state, request_len)
 
@@ -121,7 +125,7 @@ class ArenaScheduling(Scheduler):
     paged: PagedModel
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple:
-        with stream_context(self.cache.compute_stream), torch.inference_mode(False):
+        with on_stream(self.cache.compute_stream), torch.inference_mode(False):
             self.cache.pool.give_back()
             self.paged.boundary()
         self.paged.hooks.forward.scheduled()
