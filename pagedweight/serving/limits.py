@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from pagedweight.serving.metrics import Requests
 
+LEFT = 499  # in the metrics: the client left before there was an answer
 Scope, Message = dict[str, Any], dict[str, Any]
 Receive, Send = Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]
 
@@ -49,7 +50,8 @@ class Guard:
             finally:
                 self._running -= 1
                 self._requests.running.dec()
-        self._requests.answered.labels(scope["path"] if answer.known else "other", str(answer.status)).inc()
+        status = str(answer.status or LEFT)
+        self._requests.answered.labels(scope["path"] if answer.known else "other", status).inc()
         self._requests.seconds.observe(time.monotonic() - began)
 
     async def _within_limits(self, scope: Scope, receive: Receive, answer: Answer) -> None:
@@ -57,11 +59,27 @@ class Guard:
         if body is None:
             await answer.refuse(413, f"the body has more than {self._limits.body_bytes} bytes", "request_too_large")
             return
+        replayed = Replayed(body)
+        serving = asyncio.create_task(self._app(scope, replayed, answer.pass_on))
+        watching = asyncio.create_task(replayed.watch(receive))
         try:
             async with asyncio.timeout(self._limits.seconds):
-                await self._app(scope, Replayed(body, receive), answer.pass_on)
+                await asyncio.wait((serving, watching), return_when=asyncio.FIRST_COMPLETED)
+                if serving.done() or answer.ended:
+                    await serving
         except TimeoutError:
+            await stopped(serving)
             await answer.refuse(504, f"not done within {self._limits.seconds:g} s; ask for fewer tokens", "timeout")
+        finally:
+            await stopped(watching)
+            await stopped(serving)
+
+
+async def stopped(task: asyncio.Task) -> None:
+    """Cancel a task that still runs, and wait until it has ended."""
+    if not task.done():
+        task.cancel()
+        await asyncio.wait((task,))
 
 
 async def read_body(receive: Receive, most_bytes: int) -> bytes | None:
@@ -80,15 +98,22 @@ async def read_body(receive: Receive, most_bytes: int) -> bytes | None:
 
 
 class Replayed:
-    """receive() of a body that was read already, and then of whatever comes."""
+    """receive() of a body that was read already, and then of the client's leaving, which watch() waits for."""
 
-    def __init__(self, body: bytes, receive: Receive) -> None:
+    def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
-        self._receive = receive
+        self._left = asyncio.Event()
+
+    async def watch(self, receive: Receive) -> None:
+        """Returns when the client has left, or its answer is complete."""
+        while (await receive())["type"] != "http.disconnect":
+            continue
+        self._left.set()
 
     async def __call__(self) -> Message:
         if self._body is None:
-            return await self._receive()
+            await self._left.wait()
+            return {"type": "http.disconnect"}
         body, self._body = self._body, None
         return {"type": "http.request", "body": body, "more_body": False}
 

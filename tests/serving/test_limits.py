@@ -20,20 +20,25 @@ def guarded(app: Any, **limits: Any) -> Guard:
     return Guard(app, Limits()._replace(**limits), Requests(CollectorRegistry()))
 
 
-async def ask(guard: Guard, *parts: bytes, path: str = "/v1/completions") -> tuple[int, bytes]:
-    """Status and body of one request whose body comes in parts."""
+async def ask(
+    guard: Guard, *parts: bytes, path: str = "/v1/completions", leaves_after: float = 3600.0
+) -> tuple[int, bytes]:
+    """Status and body of one request whose body comes in parts, and whose client leaves at some time."""
     sent: list[dict[str, Any]] = []
     coming = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
     coming.append({"type": "http.request", "body": b"", "more_body": False})
 
     async def receive() -> dict[str, Any]:
-        return coming.pop(0)
+        if coming:
+            return coming.pop(0)
+        await asyncio.sleep(leaves_after)
+        return {"type": "http.disconnect"}
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
     await guard({"type": "http", "path": path}, receive, send)
-    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
+    return sent[0]["status"] if sent else 0, b"".join(message.get("body", b"") for message in sent)
 
 
 async def answering(scope: Any, receive: Any, send: Any) -> None:
@@ -93,3 +98,30 @@ def test_a_failing_application_gives_its_place_back() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="down"):
             asyncio.run(ask(guard))
+
+
+def test_a_client_that_leaves_is_not_worked_for() -> None:
+    ended: list[str] = []
+
+    async def working(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    guard = guarded(working, requests=1)
+    for _ in range(2):
+        assert asyncio.run(ask(guard, leaves_after=0.05)) == (0, b"")
+    assert ended == ["cancelled"] * 2
+
+
+def test_whoever_waits_for_the_client_to_leave_is_told() -> None:
+    async def streaming(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        left = await receive()
+        await send({"type": "http.response.body", "body": left["type"].encode()})
+
+    assert asyncio.run(ask(guarded(streaming), leaves_after=0.05))[0] == 200
