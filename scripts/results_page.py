@@ -26,7 +26,8 @@ random weights: no large pretrained model was at hand.
 """
 ABLATIONS = ("w/o routing statistics", "w/o prompt residual", "w/o page movement", "w/o global sensitivity")
 OWN = (*ABLATIONS, "buckets alone", "plain greedy")
-TABLES = {"lut16": "16-bit tables", "fast": "byte tables"}  # fast: lines at 5 and 6 bits
+# fast: lines at 5 and 6 bits
+TABLES = {"lut16": "16-bit tables", "lut16 from 2 bits": "16-bit tables, from 2 bits", "fast": "byte tables"}
 Lines = Iterator[str]
 
 
@@ -55,10 +56,11 @@ def policies(record: Mapping[str, Any]) -> Lines:
         rows = [(name, *(ratio(cells, name, bits)[0] for bits in budgets)) for name in names]
         full = (FULL, *(f"**{1e3 * window_kl(cells, FULL, bits).mean():.3f}**" for bits in budgets))
         yield from table(["policy", *(f"{bits} bits" for bits in budgets)], [full, *rows])
+    windows = len(window_kl(cells, FULL, budgets[0]))
+    seen = "its first half, KL is of the second" if settings["signals"] == "past" else "all of it"
     yield (
         "Mean KL to bf16 of the full planner in 10^-3 nats a token; of the others how many times that, with the 95 % "
-        f"interval of a bootstrap over the same {len(window_kl(cells, FULL, budgets[0]))} windows. Live policies plan from "
-        f"{'the first half of a window, KL is of the second' if settings['signals'] == 'past' else 'the window itself'}."
+        f"interval of a bootstrap over the same {windows} windows. Live policies plan each window from {seen}."
     )
     below = [f"{name} at {bits}" for name in cells for bits in budgets if ratio(cells, name, bits)[1] < 1]
     yield (f"Below the full planner's: {', '.join(below)}." if below else "None is below it beyond its interval.")
