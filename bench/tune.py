@@ -168,21 +168,30 @@ def frames() -> list[Case]:
 def one_token_cuts() -> list[Case]:
     """One token: what the down launch may be cut into, beside two cuts of the first."""
 
-    def made(up: ProductConfig, down: ProductConfig, int8: bool = False, prepared: bool = False) -> DecodeConfig:
-        return DecodeConfig(up, down, 1, int8, True, prepared)
+    def made(up: ProductConfig, down: ProductConfig, int8: bool = False) -> DecodeConfig:
+        return DecodeConfig(up, down, 1, int8, True)
 
     few, two, wide = cut(8, 2, warps=2), cut(16, warps=2), cut(16, 2)
     gemma = [made(up, cut(rows, 1, 2, rows // 16)) for up in (few, two, wide) for rows in (64, 32, 16)]
     qwen = [made(up, cut(rows, 1, 3, rows // 16)) for up in (few, two, wide, cut(8, 4)) for rows in (64, 16)]
     qwen += [made(two, cut(rows, 1, 3, rows // 16), True) for rows in (64, 16)]
-    mixtral = [
-        made(up, cut(rows, 1, splits, rows // 16), True, True)
-        for up, rows, splits in ((two, 64, 2), (two, 64, 4), (two, 64, 7), (two, 32, 2), (two, 32, 4), (cut(32), 32, 2))
-    ]
     cases = [Case("gemma", 1, label, "fast", gemma) for label in ("3", "4", "6", "mixed")]
-    cases += [Case("qwen", 1, label, "fast", qwen) for label in ("3", "4", "6", "mixed")]
-    cases += [Case("mixtral", 1, label, "fast", mixtral) for label in ("3", "4", "6")]
-    return [*cases, Case("mixtral", 1, "4", "fast", mixtral, frames="whole")]
+    return cases + [Case("qwen", 1, label, "fast", qwen) for label in ("3", "4", "6", "mixed")]
+
+
+def large_frames() -> list[Case]:
+    """One token and large experts: cuts of the down launch, in frames and with one frame a plane."""
+    cuts = [
+        cut(64, splits=2),
+        cut(64, splits=4),
+        cut(64, splits=7),
+        cut(32, 1, 2, 2),
+        cut(32, 1, 4, 2),
+        cut(32, 1, 7, 2),
+    ]
+    settings = [DecodeConfig(cut(16, warps=2), down, 1, True, True, True) for down in cuts]
+    cases = [Case("mixtral", 1, label, "fast", settings) for label in ("3", "4", "6")]
+    return [*cases, cases[1]._replace(frames="whole")]
 
 
 def some_tokens_depths() -> list[Case]:
@@ -254,6 +263,6 @@ def counters() -> list[Case]:
 def suite(name: str) -> list[Case]:
     suites = (
         sweep, chosen, answers, peers, variants, small, frames, one_token_cuts, some_tokens_depths, shared_tables,
-        gates, counters,
+        gates, counters, large_frames,
     )  # fmt: skip
     return {made.__name__: made for made in suites}[name]()
