@@ -123,9 +123,9 @@ class Drawn(NamedTuple):
         install(self.model, paged, self.found)
         return self.model
 
-    def with_codebooks(self, codebooks: Mapping[int, str], buffer_bytes: int) -> Drawn:
-        """The same model with pages of other codebooks, lut16 where none is given."""
-        shapes, widths = [experts.shape for experts in self.found], self.store.layout.widths
+    def with_pages(self, widths: tuple[int, ...], codebooks: Mapping[int, str], buffer_bytes: int) -> Drawn:
+        """The same model with pages of other widths and codebooks, lut16 where none is given."""
+        shapes = [experts.shape for experts in self.found]
         store = _drawn_store(layout_of(shapes, widths, codebooks), self.kv_layers, buffer_bytes, self.model.device)
         return self._replace(store=store)
 

@@ -30,14 +30,16 @@ from bench.e2e.drawn import Drawn, dense_model, emptied
 from bench.e2e.throughput_check import error_of, step_logits, twin_logits
 from bench.e2e.throughput_moving import moving_row
 from bench.e2e.throughput_peers import NO_TIME
-from bench.e2e.throughput_rows import WIDTHS, Setting, bars, dense_rows, paged_rows, without_hooks
+from bench.e2e.throughput_rows import Setting, bars, dense_rows, paged_rows, without_hooks
 from pagedweight.evaluation.record import command
 from pagedweight.shared_experts import fold_shared_experts
 
 STARTED = time.perf_counter()
 BUFFER_BYTES = 2**30
 ERROR_LIMIT = 2e-2  # of the largest logit, in bf16
-CODEBOOKS = {"lut16": {}, "fast": {3: "lut8", 4: "lut8", 5: "affine", 6: "affine"}}
+FAST = {3: "lut8", 4: "lut8", 5: "affine", 6: "affine"}
+# Widths of a checkpoint and their codebooks, lut16 where none is given.
+PAGES = {"lut16": ((3, 4, 5, 6), {}), "lut16 from 2 bits": ((2, 3, 4, 5, 6), {}), "fast": ((3, 4, 5, 6), FAST)}
 PEERS = ["HF grouped_mm", "HF batched_mm", "vLLM fused_experts", NO_TIME]
 
 
@@ -55,14 +57,15 @@ def answers(
     """Part 1. control: the same answer's distance from the twin at the widths before."""
     drawn = drawn_of(dense_model(name, 1, device), codebooks, shared=shared)
     drawn.model.set_attn_implementation(WHOLE_CACHE)
-    model = without_hooks(drawn, drawn.resident_bytes()[WIDTHS[-1]])
-    mixed, rows = np.random.default_rng(0).choice(WIDTHS, drawn.store.layout.rows), []
+    widths = drawn.store.layout.widths
+    model = without_hooks(drawn, drawn.resident_bytes()[widths[-1]])
+    mixed, rows = np.random.default_rng(0).choice(widths, drawn.store.layout.rows), []
     for batch in batches:
         decoding, before = CapturedDecoding(model, batch, context_tokens), None
-        for widths, bits in [("mixed", mixed)] + [(str(b), np.full_like(mixed, b)) for b in WIDTHS]:
+        for kind, bits in [("mixed", mixed)] + [(str(b), np.full_like(mixed, b)) for b in widths]:
             with model.pagedweight.held_at(bits):
                 got, wanted = step_logits(decoding), twin_logits(drawn, decoding)
-            row = {"batch": batch, "widths": widths, "error": error_of(got, wanted)}
+            row = {"batch": batch, "widths": kind, "error": error_of(got, wanted)}
             row |= {"ok": row["error"] <= ERROR_LIMIT}
             row |= {} if before is None else {"control": error_of(got, before)}
             rows.append(row)
@@ -76,7 +79,7 @@ def drawn_of(model: PreTrainedModel, codebooks: str, *, shared: bool) -> Drawn:
     if shared:
         fold_shared_experts(model)
     device = model.device
-    drawn = emptied(model, WIDTHS, BUFFER_BYTES if device.type == "cuda" else 0, CODEBOOKS[codebooks])
+    drawn = emptied(model, PAGES[codebooks][0], BUFFER_BYTES if device.type == "cuda" else 0, PAGES[codebooks][1])
     if device.type == "cuda":
         # A model that is loaded without experts has no holes where they were: to the host and back.
         model.cpu()
@@ -93,12 +96,12 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--peers", nargs="+", default=PEERS, choices=PEERS, help="bf16 experts; vLLM's if installed")
-    parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
+    parser.add_argument("--widths", type=int, nargs="+", default=[3, 4, 5, 6])
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", default=["answers", "dense", "paged", "moving"])
     parser.add_argument("--profile", type=int, nargs="+", default=[], help="batches whose kernels are listed")
-    parser.add_argument("--codebooks", nargs="+", default=["lut16"], choices=list(CODEBOOKS))
+    parser.add_argument("--codebooks", nargs="+", default=["lut16"], choices=list(PAGES))
     parser.add_argument("--shared", action="store_true", help="page the shared expert with the routed ones")
     parser.add_argument("--compiled", action="store_true", help="fuse what is small in each layer by torch.compile")
     parser.add_argument("--device", default="cuda")
@@ -135,13 +138,13 @@ def main() -> int:
     drawn, rows = drawn_of(model, options.codebooks[0], shared=options.shared), []
     for at, name in enumerate(options.codebooks):
         if at:
-            drawn = drawn.with_codebooks(CODEBOOKS[name], BUFFER_BYTES if options.device == "cuda" else 0)
+            drawn = drawn.with_pages(*PAGES[name], BUFFER_BYTES if options.device == "cuda" else 0)
         for width in options.widths if "paged" in options.parts else []:
             rows += [row | {"codebooks": name} for row in paged_rows(drawn, width, options.batches, setting)]
             keep(results, "paged", rows, options.out)
             keep(results, "bars", bars(rows, dense), options.out)
             if "moving" in options.parts and "moving" not in results:
-                model = without_hooks(drawn, drawn.resident_bytes()[WIDTHS[-2]], compiled=setting.compiled)
+                model = without_hooks(drawn, drawn.resident_bytes()[5], compiled=setting.compiled)
                 moved = [moving_row(model, batch, setting.context_tokens) for batch in options.batches]
                 keep(results, "moving", [row | {"codebooks": name} for row in moved], options.out)
     return 0

@@ -16,7 +16,6 @@ from bench.e2e.throughput_peers import register_peers
 from pagedweight import RuntimeConfig
 from pagedweight.integrations.kv_pool import sequence_frames
 
-WIDTHS = (3, 4, 5, 6)
 SETTLING_STEPS = 4
 
 
@@ -155,7 +154,7 @@ def mixed_bits(drawn: Drawn, width: int) -> np.ndarray | None:
     """(R,): at random a third of the rows of each projection one bit up and a third one bit down, then rows back or
     further rows up until as many bytes are held as at the uniform width, no more. None at the lowest and highest width.
     """
-    if width in (WIDTHS[0], WIDTHS[-1]):
+    if width in (drawn.store.layout.widths[0], drawn.store.layout.widths[-1]):
         return None
     rng, rows = np.random.default_rng(width), drawn.store.layout.rows
     bits, raised, level = np.full(rows, width), [], []

@@ -9,10 +9,12 @@ pytest.importorskip("transformers", reason="needs the hf extra")
 
 from bench.e2e.captured import WHOLE_CACHE, CapturedDecoding, attend_to_whole_cache
 from bench.e2e.drawn import Drawn, draw
-from bench.e2e.throughput import ERROR_LIMIT
+from bench.e2e.throughput import ERROR_LIMIT, PAGES
 from bench.e2e.throughput_check import error_of, step_logits, twin_logits
 from bench.e2e.throughput_moving import moving_row
-from bench.e2e.throughput_rows import WIDTHS, held_bytes, mixed_bits, without_hooks
+from bench.e2e.throughput_rows import held_bytes, mixed_bits, without_hooks
+
+WIDTHS = PAGES["lut16"][0]
 
 
 @pytest.fixture(scope="module")
