@@ -182,7 +182,7 @@ def main() -> None:
 def _reported(tried: Iterator[Tried]) -> Iterator[Tried]:
     for one in tried:
         took = "a server" if one.seconds is None else f"{one.seconds:.1f} s"
-        print(f"{'failed' if one.status else 'ok':>6} {took:>9}  {one.page}: {one.command}", flush=True)
+        print(f"\n{'failed' if one.status else 'ok':>6} {took:>9}  {one.page}: {one.command}", flush=True)
         yield one
 
 
