@@ -26,6 +26,8 @@ GIB = 2**30
 GRAPH_SIZES = [8, 16, 32, 64]
 MOST_SECONDS_TO_WAIT = 20
 CALM_BATCHES = 6
+# Sixty-four requests grow by four blocks a step: a plan for some sixteen steps at a time.
+YIELDING = {"offload_free_blocks": 16, "reload_free_blocks": 64}
 
 
 def arguments() -> argparse.Namespace:
@@ -94,6 +96,8 @@ def serve(given: argparse.Namespace, config: dict) -> Any:
     options: dict[str, Any] = {"widths": WIDTHS, "codebooks": CODEBOOKS, "frame_bytes": frame_bytes(config)}
     if given.row.isdigit():
         options["bits"] = int(given.row)
+    else:
+        options |= YIELDING
     return LLM(
         str(write_folder(config, folder, kind)),
         load_format="dummy",
