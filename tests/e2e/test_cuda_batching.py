@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="needs the hf extra")
 import pagedweight
 from pagedweight import RuntimeConfig
 from pagedweight.integrations.hf_hooks import SECTORS
-from tests.integrations.test_hf_batching_arena import PROMPTS, SETTINGS, batching, coarse, resident_bytes
+from tests.integrations.test_hf_batching_arena import answers, batching, coarse, resident_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,8 +30,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_requests_take_what_weights_give_up_and_tokens_are_exact(folder: Path, graphs: bool) -> None:
     settings = {"offload_free_blocks": 1, "reload_free_blocks": 3, "min_dwell_steps": 2, "plan_period_steps": 2}
     roomy = pagedweight.load(folder, config=RuntimeConfig(budget_bytes=2**24, **settings), device_map="cuda")
-    with torch.no_grad():
-        wanted = [roomy.generate(torch.tensor([p]).cuda(), SETTINGS)[0, len(p) :].tolist() for p in PROMPTS]
+    options = batching(auto_switch_to_flash=False, use_cuda_graph=graphs)
+    # Of the same batches, so that nothing but pressure is different.
+    wanted = answers(roomy, options)
     paged = roomy.pagedweight
     floor = int(resident_bytes(paged.layout, paged.arena.frame_bytes)[:, 0].sum())
     config = RuntimeConfig(budget_bytes=floor + 40 * paged.kv.block_bytes, **settings)
@@ -44,13 +45,7 @@ def test_requests_take_what_weights_give_up_and_tokens_are_exact(folder: Path, g
         seen.append(model.pagedweight.snapshot().mean_bits)
 
     model.pagedweight.boundary = noted
-    outputs = model.generate_batch(
-        PROMPTS,
-        generation_config=SETTINGS,
-        continuous_batching_config=batching(auto_switch_to_flash=False, use_cuda_graph=graphs),
-    )
-    assert not [output.error for output in outputs.values() if output.error]
-    assert [output.generated_tokens for output in outputs.values()] == wanted
+    assert answers(model, options) == wanted
     assert min(seen) < 6
     torch.cuda.synchronize()
     model.pagedweight.check()
