@@ -261,8 +261,11 @@ def pressure(record: Mapping[str, Any]) -> Lines:
     yield from made_by(record, record["gpu"])
 
 
+POLICIES = """More: [planner.md](planner.md), bench/policies.py. The same as a figure (`python -m bench.frontier_figure`):
+
+![KL to bf16 by mean code bits and policy](frontier.svg)"""
 SECTIONS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], Lines], str], ...] = (
-    ("Policies at the same bytes", "policies-*.json", policies, "More: [planner.md](planner.md), bench/policies.py."),
+    ("Policies at the same bytes", "policies-*.json", policies, POLICIES),
     (
         "Texts, gold answers and divergence",
         "evaluation-*.json",
