@@ -261,7 +261,7 @@ def pressure(record: Mapping[str, Any]) -> Lines:
     yield from made_by(record, record["gpu"])
 
 
-POLICIES = """More: [planner.md](planner.md), bench/policies.py. The same as a figure (`python -m bench.frontier_figure`):
+POLICIES = """More: [planner.md](planner.md), bench/policies.py. As a figure (`python -m bench.frontier_figure`):
 
 ![KL to bf16 by mean code bits and policy](frontier.svg)"""
 SECTIONS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], Lines], str], ...] = (
