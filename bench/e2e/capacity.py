@@ -23,11 +23,11 @@ from bench.e2e.decoding import Decoding
 from bench.e2e.drawn import Drawn, dense_model, emptied
 from pagedweight import RuntimeConfig
 from pagedweight.discovery import find_experts
+from pagedweight.runtime.frames import OutOfFrames
 
 WIDTHS = (3, 4, 5, 6)
 BUFFER_BYTES = 2**30
-MOST_CHUNK_TOKENS = 512  # of each sequence in one forward
-CLOSE = 0.99  # of the tokens expected come in long forwards, the rest one by one
+MOST_CHUNK_TOKENS = 512  # of each sequence in one forward; halved where they do not fit, down to one
 
 
 class DenseBytes(NamedTuple):
@@ -69,18 +69,19 @@ def beside_paged(drawn: Drawn, budget_bytes: int, batch: int) -> Iterator[dict]:
 def filled(drawn: Drawn, model: PreTrainedModel, batch: int, room_bytes: int) -> dict:
     """Tokens held when not one more of every sequence fits, the widths before and then, and the bytes then."""
     start = model.pagedweight.snapshot()
-    expected = room_bytes // (batch * drawn.token_bytes)
-    close = max(1, int(CLOSE * expected))
-    decoding = Decoding(model, batch, min(close, MOST_CHUNK_TOKENS))
-    while (missing := close - decoding.cache.get_seq_length()) > 0:
-        decoding.skip(min(missing, MOST_CHUNK_TOKENS))
-    steps = decoding.run(2 * expected)
+    half = room_bytes // (2 * batch * drawn.token_bytes)
+    chunk = max(1, min(half, MOST_CHUNK_TOKENS))
+    decoding = Decoding(model, batch, chunk)
+    while chunk:
+        try:
+            decoding.skip(chunk)
+        except OutOfFrames:
+            chunk //= 2
     end = model.pagedweight.snapshot()
     tokens = batch * decoding.cache.get_seq_length()
     decoding.cache.release()
     return {
         "tokens": tokens,
-        "one_by_one": steps,
         "bits": [start.mean_bits, end.mean_bits],
         "weight_bytes": end.weight_bytes,
         "kv_bytes": end.kv_bytes,

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -21,7 +22,9 @@ CASES = "tests/e2e/test_open_cases_cuda.py"
 MACHINE = ["tests/runtime/test_pager_cuda.py", "-k", "short"]
 # What stands before python, and what comes after pytest.
 RUNS = (
-    ([], ["tests/runtime", CASES]),
+    ([], ["tests/runtime/test_controller_cuda.py", CASES]),
+    ([], ["tests/runtime/test_pager_cuda.py"]),
+    ([], ["tests/runtime/test_pages.py", "tests/runtime/test_transfer.py"]),
     (["env", "CUDA_LAUNCH_BLOCKING=1"], MACHINE),
     (["env", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"], [CASES, "-k", "case_76"]),
     (["compute-sanitizer", "--tool", "memcheck"], MACHINE),
@@ -29,7 +32,7 @@ RUNS = (
 
 
 def run_tests(under: list[str], arguments: list[str], limit_seconds: float) -> dict:
-    """One pytest run: its command, what each test did, and the last lines it printed."""
+    """One pytest run: its command, what each test did, and the last lines it printed. All runs go side by side."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
@@ -45,7 +48,7 @@ def run_tests(under: list[str], arguments: list[str], limit_seconds: float) -> d
             "command": " ".join([*under, "python -m pytest -q -m gpu", *arguments]),
             "exit_code": code,
             "tests": outcomes(report) if report.exists() else [],
-            "last_lines": output.splitlines()[-20:],
+            "last_lines": output.splitlines()[-40:],
         }
 
 
@@ -68,11 +71,12 @@ def main() -> int:
         "command": " ".join(["python", *sys.argv]),
         "runs": [],
     }
-    for under, arguments in RUNS:
-        results["runs"].append(run_tests(under, arguments, options.seconds))
-        print(json.dumps(results["runs"][-1], indent=1), flush=True)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(len(RUNS)) as together:
+        for run in together.map(lambda run: run_tests(*run, options.seconds), RUNS):
+            results["runs"].append(run)
+            print(json.dumps(run, indent=1), flush=True)
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
     return int(any(run["exit_code"] != 0 for run in results["runs"]))
 
 

@@ -1,5 +1,6 @@
 """The whole runtime on real streams: forwards that run late read exactly what they were promised."""
 
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -120,7 +121,10 @@ def test_a_boundary_does_not_wait_for_the_device():
 
 def test_case_67_pages_that_move_on_a_thread_stand_still_while_a_graph_is_captured():
     """Boundaries on a thread lower rows as long as there are any; this thread raises them all, pauses and captures."""
-    runtime, _ = make_runtime(4000, gauge=CallableGauge(lambda: KVState(0, 40 * FRAME_BYTES)), plan_period_steps=1)
+    # A reading that stays as it is would be taken for one that does not know yet what was released.
+    pending = itertools.cycle(range(1, 4))
+    gauge = CallableGauge(lambda: KVState(0, 20 * FRAME_BYTES, pending_blocks=next(pending)))
+    runtime, _ = make_runtime(4000, gauge=gauge, plan_period_steps=1)
     ending, failures, moved = threading.Event(), [], [0]
 
     def boundaries() -> None:
@@ -201,10 +205,10 @@ def test_case_73_a_page_is_handed_out_only_when_its_write_back_is_complete():
 def test_case_78_the_process_stays_as_large_over_fifty_cycles():
     runtime, _ = make_runtime(3200)
     resident = []
-    for _ in range(50):
+    for _ in range(55):  # the first five load the kernels
         runtime.set_bits(2)
         runtime.set_bits(6)
         resident.append(int(Path("/proc/self/statm").read_text().split()[1]))
-    assert max(resident[2:]) <= 1.05 * resident[2], resident
+    assert max(resident[7:]) <= 1.05 * resident[7], resident
     assert runtime.snapshot().moves.lowered_rows >= 50 * LAYOUT.rows
     runtime.close()
