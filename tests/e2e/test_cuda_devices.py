@@ -48,7 +48,7 @@ def test_case_97_layers_on_two_gpus_give_the_answers_of_one_while_pages_move(fol
                 with paged.held_at(bits):
                     assert_close(model(ids.to("cuda:0")).logits.cpu(), reference(ids).logits)
     cache, lowest = paged.new_cache(), paged.snapshot().mean_bits
-    got = ids.to("cuda:0")
+    got = tokens(4, 9).to("cuda:0")
     for _ in range(120):
         got = model(got[:, -1:], past_key_values=cache).logits.argmax(-1).to("cuda:0")
         lowest = min(lowest, paged.snapshot().mean_bits)
