@@ -114,7 +114,10 @@ def test_tokens_of_generate_with_the_spread_cache_are_those_of_the_models_own(fa
 
 def test_figures_and_words_are_of_the_right_device() -> None:
     config = RuntimeConfig(budget_bytes=2**21, pinned_experts=((0, 1, 4), (1, 2, 5)), max_requests=2, **SETTINGS)
-    paged = spread("M8", config, quantized_folder("M8")).pagedweight
+    model = spread("M8", config, quantized_folder("M8"))
+    paged = model.pagedweight
+    with pytest.raises(ValueError, match="layers are on several; use generate with"):
+        model.generate_batch([[3, 4]])
     assert [part.config.pinned_experts for part in paged.parts] == [((0, 1, 4),), ((1, 2, 5),)]
     snapshot = paged.snapshot()
     assert sum(snapshot.bytes_by_owner.values()) == sum(part.arena.memory.numel() for part in paged.parts)

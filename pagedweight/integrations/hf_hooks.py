@@ -39,6 +39,7 @@ class Boundary(Protocol):
     slots: TokenSlots
     max_requests: int
     kv: object | None
+    parts: Sequence[object]
 
     def forward_cache(self, cache: object) -> ForwardCache | None:
         """The cache when it lives in this model's arena, None for any other; ValueError for another model's."""
@@ -110,6 +111,11 @@ def batching_methods(model: nn.Module, runtime: Boundary) -> dict[str, Callable]
     own, paged = weakref.ref(model), weakref.ref(runtime)
 
     def init_continuous_batching(*args: object, **kwargs: object) -> object:
+        if len(paged().parts) > 1:
+            raise ValueError(
+                "continuous batching keeps its cache on one device and the model's layers are on several; use generate "
+                "with model.pagedweight.new_cache(), or load the model on one device"
+            )
         if find_spec(SECTORS) is not None:
             from pagedweight.integrations.hf_batching import manager_in_arena
 
