@@ -4,7 +4,8 @@
         --text C4=c4.jsonl --out bench/results
 
 Dequantized weights stand in for the experts', so the figures are the format's own, whatever the kernels. Writes
-codebooks-<model>-<parent>bits.json, and codebooks.md from all of the folder's.
+codebooks-<model>-<parent>bits.json after every measurement (a killed run goes on from there), and codebooks.md from all
+of the folder's.
 """
 
 from __future__ import annotations
@@ -76,19 +77,19 @@ def run(folder: Path, arguments: argparse.Namespace, progress: Progress) -> None
     answers = [take_answers(trained.model, text, rows=rows) for text in trained.texts.values()]
     tried = choices(arguments.parent)
     task = progress.add_task(folder.name, total=len(arguments.methods) * len(tried))
-    record = {
-        "settings": {**settings_of(arguments, folder), "parent": arguments.parent},
-        "machine": machine(arguments.device),
-        "command": command("bench.codebooks"),
-        "kl_nats": {},
-    }
     path = arguments.out / f"codebooks-{folder.name}-{arguments.parent}bits.json"
+    settings = {**settings_of(arguments, folder), "parent": arguments.parent}
+    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if record.get("settings") != settings:
+        record = {"settings": settings, "kl_nats": {}}
+    record |= {"machine": machine(arguments.device), "command": command("bench.codebooks")}
     path.parent.mkdir(parents=True, exist_ok=True)
     for method in arguments.methods:
+        known = record["kl_nats"].setdefault(method, {})
         for name, codebooks in tried.items():
-            found = measure(trained, method, codebooks, statistics, answers)
-            record["kl_nats"].setdefault(method, {})[name] = found
-            path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+            if name not in known:
+                known[name] = measure(trained, method, codebooks, statistics, answers)
+                path.write_text(json.dumps(record) + "\n", encoding="utf-8")
             progress.advance(task)
 
 

@@ -18,7 +18,7 @@ from pagedweight.checkpoint import FOLDER, METADATA, Checkpoint, CheckpointWrite
 from pagedweight.layout import BlockId, PackedBlock
 from pagedweight.policy import Policy
 
-COLLECT_ROWS = 8
+COLLECT_ROWS = {"cpu": 8, "cuda": 64}
 Progress = Callable[[str, int, int], None]
 
 
@@ -38,7 +38,9 @@ class Kept(NamedTuple):
         trained = self.trained
         if self.folder is not None and is_whole(self.folder / "statistics"):
             return load_statistics(self.folder / "statistics", trained.device)
-        batches = trained.calibration.first(STATISTICS_WINDOWS).batches(COLLECT_ROWS, trained.device)
+        batches = trained.calibration.first(STATISTICS_WINDOWS).batches(
+            COLLECT_ROWS[trained.device.type], trained.device
+        )
         statistics = collect(trained.model, trained.found, batches, advance=advance)
         if self.folder is not None:
             save_statistics(statistics, self.folder / "statistics")

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +23,7 @@ from transformers import Qwen2MoeConfig
 
 import pagedweight
 from bench.memory_curve import MemoryCurve
+from bench.quality_parts import command
 from pagedweight.bitplane import dequantize
 from pagedweight.calibration.statistics import MOMENT_COLUMNS, LayerSums, Statistics
 from pagedweight.checkpoint import Checkpoint
@@ -58,11 +57,10 @@ def drawn_statistics(shape: MoeLayer, device: str) -> Statistics:
         block.columns.copy_(torch.rand(block.columns.shape, generator=generator, device=device) + 0.1)
         block.rows.copy_(torch.rand(block.rows.shape, generator=generator, device=device) + 0.1)
         block.total.fill_(1.0)
-        for moments in (block.moment, block.outputs):
-            for moment in () if moments is None else moments:
-                size = len(moment)
-                seen = torch.randn(512, size, generator=generator, device=device)
-                torch.addmm(torch.eye(size, device=device), seen.T, seen, beta=100.0, out=moment)
+        for moment in block.moment if block.moment is not None else ():
+            columns = len(moment)
+            inputs = torch.randn(512, columns, generator=generator, device=device)
+            torch.addmm(torch.eye(columns, device=device), inputs.T, inputs, beta=100.0, out=moment)
     return Statistics((layer,), tokens=10_000, sequences=20)
 
 
@@ -243,8 +241,12 @@ def summary(row: dict[str, object]) -> str:
 
 def write(path: Path, device: str, rows: list[dict[str, object]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = f"python -m bench.quantize {shlex.join(sys.argv[1:])}"
-    document = {"machine": machine(device), "torch": torch.__version__, "command": command, "rows": rows}
+    document = {
+        "machine": machine(device),
+        "torch": torch.__version__,
+        "command": command("bench.quantize"),
+        "rows": rows,
+    }
     path.write_text(json.dumps(document) + "\n", encoding="utf-8")
 
 

@@ -28,7 +28,6 @@ class Visit(NamedTuple):
     gate_up_input: (n, H). down_input: (n, I), the activated values.
     gate_up_stakes: (n, 2I), down_stakes: (n, H): squared derivative of the loss by each output of that projection.
     weights: (n,), routing weights r. sequence: int64 (n,), the batch row each token belongs to.
-    gradients: (n, 2I) and (n, H), whose squares the stakes are; None where there was no backward pass.
     """
 
     layer_index: int
@@ -39,7 +38,6 @@ class Visit(NamedTuple):
     down_stakes: Tensor
     weights: Tensor
     sequence: Tensor
-    gradients: tuple[Tensor, Tensor] | None = None
 
 
 Observer = Callable[[Visit], None]
@@ -88,15 +86,12 @@ class _Site(NamedTuple):
             )
         return torch.arange(tokens, device=self.mask.device) // self.mask.shape[1]
 
-    def report(
-        self, expert: int, token: Tensor, *values: Tensor, gradients: tuple[Tensor, Tensor] | None = None
-    ) -> None:
+    def report(self, expert: int, token: Tensor, *values: Tensor) -> None:
         """Hand over (gate_up_input, gate_up_stakes, down_input, down_stakes, weights) of the pairs not padded."""
         seen = self.mask.reshape(-1)[token]
         if seen.any():
             sequence = self.sequence_of(self.mask.numel())[token][seen]
-            signed = None if gradients is None else tuple(gradient[seen] for gradient in gradients)
-            self.observe(Visit(self.layer_index, expert, *(v[seen] for v in values), sequence, signed))
+            self.observe(Visit(self.layer_index, expert, *(v[seen] for v in values), sequence))
 
 
 class _ObservedExperts(torch.autograd.Function):
@@ -123,9 +118,7 @@ class _ObservedExperts(torch.autograd.Function):
             down_gradient = r[:, None] * block_gradient
             (gate_up_gradient,) = torch.autograd.grad(run.activated, run.gated, down_gradient @ run.down)
             hidden_gradient.index_add_(0, token, gate_up_gradient @ run.gate_up)
-            stakes = gate_up_gradient.square(), down_gradient.square()
-            gradients = (gate_up_gradient, down_gradient)
-            site.report(expert, token, x, stakes[0], activated, stakes[1], r, gradients=gradients)
+            site.report(expert, token, x, gate_up_gradient.square(), activated, down_gradient.square(), r)
         return hidden_gradient.to(hidden.dtype), None, weights_gradient.to(weights.dtype), None
 
 

@@ -51,9 +51,7 @@ def collect(
         )
     refuse_other_forms(found)
     experts = [experts.module for experts in found]
-    statistics = Statistics.zeros(
-        [experts.shape for experts in found], experts, moment_columns=moment_columns, signed=method == "gradient"
-    )
+    statistics = Statistics.zeros([experts.shape for experts in found], experts, moment_columns=moment_columns)
     generator, first = None, None
     for batch in batches:
         first = first or batch

@@ -23,7 +23,7 @@ class Importance(NamedTuple):
     """One projection of one layer. h_ij of Eq. (2) is stake * rows_i * columns_j, in nats per token and routing mass.
 
     stake: fp64 (E,), sum_ij h_ij for routing mass 1. rows: fp32 (E, N), columns: fp32 (E, K), each summing to 1.
-    moments, outputs: the layer's BlockSums' own, read through `second_moment` and `output_moment`.
+    moments: the layer's BlockSums' second moments, read through `second_moment`.
     counts: int64 (E,), tokens behind each expert's figures.
     """
 
@@ -33,7 +33,6 @@ class Importance(NamedTuple):
     columns: Tensor
     moments: Tensor | None
     counts: Tensor
-    outputs: Tensor | None = None
 
     def weights(self) -> Tensor:
         """Importance for the quantizer, fp32 (E, 1, K): a row's codes do not depend on the row's own factor."""
@@ -53,14 +52,12 @@ class Importance(NamedTuple):
     ) -> list[float]:
         """Damage of one linear-block at each width, nats per token and routing mass, from its own weight (N, K).
 
-        form: "diagonal" is Eq. (2) itself; "quadratic" adds the correlations of inputs and of outputs.
+        form: "diagonal" is Eq. (2) itself; "quadratic" adds the second moment's correlations.
         """
+        metric = self.second_moment(expert) if form == "quadratic" and self.correlated else None
         rows, columns, stake = self.rows[expert], self.columns[expert], float(self.stake[expert])
-        metric = coupling = None
-        if form == "quadratic" and self.correlated:
-            metric, coupling = self.second_moment(expert), self.output_moment(expert)
         errors = [weight.to(rows.device).float() - dequantize(packed, bits).to(rows.device) for bits in widths]
-        return [stake * _weighed(error, rows, columns, metric, coupling) for error in errors]
+        return [stake * _weighed(error, rows, columns, metric) for error in errors]
 
     def second_moment(self, expert: int) -> Tensor:
         """fp32 (K, K), symmetric, trace 1, diagonal `columns`: what row errors are weighed with beyond Eq. (2).
@@ -68,39 +65,25 @@ class Importance(NamedTuple):
         Without second moments it is the diagonal alone. The expert's own correlations count by its tokens beside K;
         the rest are its layer's in gate_up, whose input all experts share, and none in down.
         """
+        diagonal = self.columns[expert]
         if self.moments is None:
-            return torch.diag(self.columns[expert])
-        return self._mixed(expert, self.moments, self.columns[expert], self.projection is Projection.GATE_UP)
-
-    def output_moment(self, expert: int) -> Tensor | None:
-        """fp32 (N, N), symmetric, trace 1, diagonal `rows`: how the errors of rows count together; None if unknown.
-
-        The expert's own correlations count by its tokens beside N; the rest are its layer's in down, whose outputs
-        all experts share, and none in gate_up.
-        """
-        if self.outputs is None:
-            return None
-        return self._mixed(expert, self.outputs, self.rows[expert], self.projection is Projection.DOWN)
-
-    def _mixed(self, expert: int, moments: Tensor, diagonal: Tensor, shared: bool) -> Tensor:
-        """Correlations by trust, the rest the layer's where its experts share the axis, about a given diagonal."""
-        own = len(moments) == len(self.counts)
+            return torch.diag(diagonal)
+        own = len(self.moments) == len(self.counts)
         tokens = int(self.counts[expert]) if own else 0
         trust = tokens / (tokens + len(diagonal))
-        mixed = trust * _correlation(moments[expert]) if own else torch.zeros_like(moments[0])
-        if shared:
-            mixed += (1 - trust) * POOLED_SHARE * _correlation(moments.sum(0))
+        mixed = trust * _correlation(self.moments[expert]) if own else torch.zeros_like(self.moments[0])
+        if self.projection is Projection.GATE_UP:
+            mixed += (1 - trust) * POOLED_SHARE * _correlation(self.moments.sum(0))
         root = diagonal.sqrt()
         mixed *= root[:, None] * root
         mixed.diagonal().copy_(diagonal)
         return mixed
 
 
-def _weighed(error: Tensor, rows: Tensor, columns: Tensor, metric: Tensor | None, coupling: Tensor | None) -> float:
-    """tr(C e M e^T) with M the metric (K, K), C the coupling (N, N); diag(columns), diag(rows) where there is none."""
-    weighed = error * columns if metric is None else error @ metric
-    other = rows[:, None] * error if coupling is None else coupling @ error
-    return max(0.0, float((weighed * other).sum(dtype=torch.float64)))
+def _weighed(error: Tensor, rows: Tensor, columns: Tensor, metric: Tensor | None) -> float:
+    """sum_i rows_i e_i M e_i^T with M the metric (K, K), or diag(columns) where there is none."""
+    squares = error.square() @ columns if metric is None else ((error @ metric) * error).sum(1)
+    return max(0.0, float(torch.dot(rows.double(), squares.double())))
 
 
 def _correlation(moment: Tensor) -> Tensor:
@@ -164,7 +147,6 @@ def _importance(statistics: Statistics, layer: LayerSums, projection: Projection
         _shrunk(sums.columns, shared_columns, trust).float(),
         sums.moment,
         layer.counts,
-        sums.outputs,
     )
 
 

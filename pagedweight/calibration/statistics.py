@@ -1,9 +1,8 @@
 """Running sums of the per-token Fisher information of every linear-block, whatever the number of samples.
 
 For a block of weights W (N, K) with inputs x_t and output gradients g_t, F_ij = sum_t g_ti^2 x_tj^2. It is kept in
-rank-1 form by its two marginals, plus the guided second moment H = sum_t s_t x_t x_t^T with s_t = sum_i g_ti^2, and its
-counterpart of the outputs, G = sum_t |x_t|^2 g_t g_t^T. gate_up's inputs and down's outputs are the layer's, so where
-every expert's own moment would take too much memory one is pooled over the experts.
+rank-1 form by its two marginals, plus the guided second moment H = sum_t s_t x_t x_t^T with s_t = sum_i g_ti^2. gate_up
+inputs are the layer's, so where every expert's own H would take too much memory one is pooled over the experts.
 """
 
 from __future__ import annotations
@@ -30,41 +29,34 @@ class BlockSums:
 
     columns: fp64 (E, K), sum_i F_ij. rows: fp64 (E, N), sum_j F_ij. total: fp64 (E,), sum_ij F_ij.
     moment: fp32 (E, K, K), or (1, K, K) pooled over the experts; None where K is above the limit.
-    outputs: fp32 (E, N, N), or (1, N, N) pooled over the experts; None where N is, or where signs are not known.
     """
 
     columns: Tensor
     rows: Tensor
     total: Tensor
     moment: Tensor | None
-    outputs: Tensor | None = None
 
     @classmethod
-    def zeros(cls, experts: int, rows: int, columns: int, moments: tuple[int, int], device: torch.device) -> BlockSums:
+    def zeros(cls, experts: int, rows: int, columns: int, moments: int, device: torch.device) -> BlockSums:
         small = {"dtype": torch.float64, "device": device}
         return cls(
             torch.zeros(experts, columns, **small),
             torch.zeros(experts, rows, **small),
             torch.zeros(experts, **small),
-            *(
-                torch.zeros(count, size, size, device=device) if count else None
-                for count, size in zip(moments, (columns, rows), strict=True)
-            ),
+            torch.zeros(moments, columns, columns, device=device) if moments else None,
         )
 
-    def add(self, expert: int, x: Tensor, stakes: Tensor, gradients: Tensor | None) -> None:
-        """x: fp32 (n, K), block inputs. stakes: fp32 (n, N), squared output gradients. gradients: with their signs."""
+    def add(self, expert: int, x: Tensor, stakes: Tensor) -> None:
+        """x: fp32 (n, K), block inputs. stakes: fp32 (n, N), squared output gradients."""
         stake, energy, squares = stakes.sum(1), x.square().sum(1), x.square()
         self.columns[expert] += stake @ squares
         self.rows[expert] += energy @ stakes
         self.total[expert] += stake.double() @ energy.double()
         if self.moment is not None:
-            self.moment[expert % len(self.moment)].addmm_((x * stake[:, None]).T, x)
-        if self.outputs is not None and gradients is not None:
-            self.outputs[expert % len(self.outputs)].addmm_((gradients * energy[:, None]).T, gradients)
+            self.moment[expert if len(self.moment) > 1 else 0].addmm_((x * stake[:, None]).T, x)
 
     def scale(self, factor: float) -> None:
-        for sums in (self.columns, self.rows, self.total, self.moment, self.outputs):
+        for sums in (self.columns, self.rows, self.total, self.moment):
             if sums is not None:
                 sums *= factor
 
@@ -80,23 +72,14 @@ class LayerSums:
 
     @classmethod
     def zeros(
-        cls,
-        shape: MoeLayer,
-        device: torch.device,
-        moment_columns: int,
-        own_moment_bytes: int = OWN_MOMENT_BYTES,
-        signed: bool = True,
+        cls, shape: MoeLayer, device: torch.device, moment_columns: int, own_moment_bytes: int = OWN_MOMENT_BYTES
     ) -> LayerSums:
-        """signed: whether gradients come with their signs, which `outputs` needs."""
-        experts, blocks = shape.experts, []
+        blocks = []
         for projection in Projection:
             rows, columns = shape.shape(projection)
-            fits = 4 * experts * columns**2 <= own_moment_bytes
-            inputs = experts if projection is Projection.DOWN or fits else 1
-            fits = 4 * experts * rows**2 <= own_moment_bytes
-            outputs = experts if fits else 1 if projection is Projection.DOWN else 0
-            moments = (0 if columns > moment_columns else inputs, 0 if rows > moment_columns or not signed else outputs)
-            blocks.append(BlockSums.zeros(experts, rows, columns, moments, device))
+            own = projection is Projection.DOWN or 4 * shape.experts * columns**2 <= own_moment_bytes
+            moments = 0 if columns > moment_columns else shape.experts if own else 1
+            blocks.append(BlockSums.zeros(shape.experts, rows, columns, moments, device))
         return cls(
             shape,
             torch.zeros(shape.experts, dtype=torch.float64, device=device),
@@ -115,17 +98,12 @@ class Statistics:
 
     @classmethod
     def zeros(
-        cls,
-        shapes: Sequence[MoeLayer],
-        experts: Sequence[nn.Module],
-        *,
-        moment_columns: int = MOMENT_COLUMNS,
-        signed: bool = True,
+        cls, shapes: Sequence[MoeLayer], experts: Sequence[nn.Module], *, moment_columns: int = MOMENT_COLUMNS
     ) -> Statistics:
         """Empty sums, each layer's on its experts' device. moment_columns: 0 keeps no second moments."""
         return cls(
             tuple(
-                LayerSums.zeros(shape, module.down_proj.device, moment_columns, signed=signed)
+                LayerSums.zeros(shape, module.down_proj.device, moment_columns)
                 for shape, module in zip(shapes, experts, strict=True)
             )
         )
@@ -135,11 +113,8 @@ class Statistics:
         layer = self.layers[visit.layer_index]
         layer.mass[visit.expert] += visit.weights.double().sum()
         layer.counts[visit.expert] += len(visit.weights)
-        gradients = visit.gradients or (None, None)
-        layer.blocks[Projection.GATE_UP].add(
-            visit.expert, visit.gate_up_input, visit.gate_up_stakes, gradients[Projection.GATE_UP]
-        )
-        layer.blocks[Projection.DOWN].add(visit.expert, visit.down_input, visit.down_stakes, gradients[Projection.DOWN])
+        layer.blocks[Projection.GATE_UP].add(visit.expert, visit.gate_up_input, visit.gate_up_stakes)
+        layer.blocks[Projection.DOWN].add(visit.expert, visit.down_input, visit.down_stakes)
 
     def importance(self, layer_index: int) -> tuple[Importance, Importance]:
         """What gate_up's and down's errors in one layer are weighed with."""

@@ -17,7 +17,7 @@ from pagedweight.checkpoint_shard import sync_and_rename
 from pagedweight.layout import MoeLayer, Projection
 
 DOCUMENT, VERSION = "statistics.json", 1
-SUMS = ("columns", "rows", "total", "moment", "outputs")
+SUMS = ("columns", "rows", "total", "moment")
 
 
 def save_statistics(statistics: Statistics, folder: str | Path) -> None:

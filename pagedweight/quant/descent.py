@@ -1,7 +1,7 @@
 """One block of columns of joint coordinate descent: each column's code, the best given all the others, in turn.
 
 With v_b(c) the value of parent code c at width b, and o_b = sum over the other columns of D_b H, the loss of a code is
-h sum_b worth_b v_b(c)^2 - 2 sum_b worth_b v_b(c) (h w_b + o_b), up to what no code changes. Rows know nothing of each
+h sum_b worth_b v_b(c)^2 - 2 sum_b worth_b v_b(c) (h w + o_b), up to what no code changes. Rows know nothing of each
 other, so on a GPU a program takes a row through the whole block.
 """
 
@@ -15,13 +15,13 @@ from torch import Tensor
 
 
 class Sweep(NamedTuple):
-    """What a pass over the columns works on, fp32 but for the codes. T is 1 or W.
+    """What a pass over the columns works on, fp32 but for the codes.
 
-    target: (T, E, N, K). moment: (1 or E, K, K). values: (W, E, N, C), of every parent code. worth: (W, E, 1, 1).
-    codes: uint8 (E, N, K) and errors: (W, E, N, K), target minus values, both in place.
+    weight: (E, N, K). moment: (1 or E, K, K). values: (W, E, N, C), of every parent code. worth: (W, E, 1, 1).
+    codes: uint8 (E, N, K) and errors: (W, E, N, K), weight minus values, both in place.
     """
 
-    target: Tensor
+    weight: Tensor
     moment: Tensor
     values: Tensor
     worth: Tensor
@@ -31,7 +31,7 @@ class Sweep(NamedTuple):
     def move(self, first: int, last: int) -> None:
         """Set the codes of columns first..last - 1."""
         gradients = self.errors @ self.moment[:, :, first:last]
-        if self.target.is_cuda:
+        if self.weight.is_cuda:
             launch_move_columns(self, gradients, first)
         else:
             move_columns_reference(self, gradients, first)
@@ -39,13 +39,13 @@ class Sweep(NamedTuple):
 
 def move_columns_reference(sweep: Sweep, gradients: Tensor, first: int) -> None:
     """gradients: (W, E, N, columns), errors times the moment at columns `first` and on; they are used up."""
-    target, moment, values, worth, codes, errors = sweep
+    weight, moment, values, worth, codes, errors = sweep
     weighed = worth * values
     squares = (weighed * values).sum(0)
     last = first + gradients.shape[-1]
     for column in range(first, last):
         curvature = moment[:, column, column].view(-1, 1)
-        given, error = target[..., column], errors[..., column]
+        given, error = weight[..., column], errors[..., column]
         pull = gradients[..., column - first] + curvature * (given - error)
         cost = curvature.unsqueeze(-1) * squares
         for width_pull, width_values in zip(pull, weighed, strict=True):
@@ -59,7 +59,7 @@ def move_columns_reference(sweep: Sweep, gradients: Tensor, first: int) -> None:
 
 @triton.jit
 def _move_columns_kernel(
-    target_ptr,
+    weight_ptr,
     moment_ptr,
     values_ptr,
     worth_ptr,
@@ -68,7 +68,6 @@ def _move_columns_kernel(
     gradients_ptr,
     rows_per_expert,
     first,
-    target_stride,
     moment_stride,
     K,
     COLUMNS: tl.constexpr,
@@ -78,7 +77,7 @@ def _move_columns_kernel(
     CODES: tl.constexpr,
 ):
     """One program: a row's COLUMNS columns, one after another.  Grid (E * N).
-    cost[c] = h sum_b worth_b v_b[c]^2 - 2 sum_b worth_b v_b[c] (g_b + h (w_b - d_b)); the best c moves d_b, and g_b by
+    cost[c] = h sum_b worth_b v_b[c]^2 - 2 sum_b worth_b v_b[c] (g_b + h (w - d_b)); the best c moves d_b, and g_b by
     its change times the moment's row."""
     row = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0).to(tl.int64)
@@ -98,7 +97,7 @@ def _move_columns_kernel(
     for offset in range(COLUMNS):
         here = first + offset
         curvature = tl.load(moment + here * K + here)
-        given = tl.load(target_ptr + width * target_stride + row * K + here, mask=known, other=0.0)
+        given = tl.load(weight_ptr + row * K + here)
         place = errors_ptr + (width * rows + row) * K + here
         error = tl.load(place, mask=known, other=0.0)
         pull = tl.sum(tl.where(column[None, :] == offset, gradients, 0.0), 1) + curvature * (given - error)
@@ -113,11 +112,11 @@ def _move_columns_kernel(
 
 def launch_move_columns(sweep: Sweep, gradients: Tensor, first: int) -> None:
     """`move_columns_reference` on a GPU; gradients are left as they are. Tensors are contiguous."""
-    target, moment, values, worth, codes, errors = sweep
+    weight, moment, values, worth, codes, errors = sweep
     widths, experts, rows, columns = errors.shape
     count = gradients.shape[-1]
     _move_columns_kernel[(experts * rows,)](
-        target,
+        weight,
         moment,
         values,
         worth,
@@ -126,7 +125,6 @@ def launch_move_columns(sweep: Sweep, gradients: Tensor, first: int) -> None:
         gradients,
         rows,
         first,
-        experts * rows * columns if len(target) > 1 else 0,
         columns * columns if len(moment) > 1 else 0,
         columns,
         COLUMNS=count,

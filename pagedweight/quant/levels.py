@@ -13,7 +13,7 @@ from pagedweight.quant.model import quantize_stack
 from pagedweight.quant.refine import SWEEP_BYTES, refine_stack
 
 # Sweeps of joint coordinate descent after weighted k-means; None leaves its tables as they are, 0 refits them only.
-LEVELS: Mapping[str, int | None] = {"fast": None, "balanced": 0, "best": 2}
+LEVELS: Mapping[str, int | None] = {"fast": None, "balanced": 0, "best": 3}
 GROUP_BYTES = {"cpu": 1 << 23, "cuda": 1 << 28}  # of fp32 weights and second moments that are worked on at once
 
 
@@ -32,9 +32,6 @@ class Stakes(Protocol):
 
     def second_moment(self, expert: int) -> Tensor:
         """What an expert's row errors are weighed with, fp32 (K, K)."""
-
-    def output_moment(self, expert: int) -> Tensor | None:
-        """How the errors of its rows count together, fp32 (N, N), or None where that is not known."""
 
     def s_bar(self, expert: int, weight: Tensor, packed: PackedBlock, widths: Sequence[int]) -> list[float]:
         """Damage of one linear-block at each width, nats per token and routing mass."""
@@ -81,8 +78,7 @@ def quantize_experts(
     sweep_bytes = SWEEP_BYTES.get(weight.device.type, 1 << 26)
     if weight.device.type == "cuda":  # as much as the stack in 16 bits: a few large steps instead of many
         sweep_bytes = max(sweep_bytes, 2 * weight.numel())
-    coupled = refined and stakes.output_moment(0) is not None
-    for group in _groups(weight, refined, len(settings.widths) if coupled else 0):
+    for group in _groups(weight, refined):
         packed = quantize_stack(
             weight[group],
             settings.widths,
@@ -93,22 +89,14 @@ def quantize_experts(
         )
         if refined:
             moment = torch.stack([stakes.second_moment(e) for e in range(group.start, group.stop)]).to(weight.device)
-            outputs = None
-            if coupled:
-                outputs = torch.stack([stakes.output_moment(e) for e in range(group.start, group.stop)]).to(
-                    weight.device
-                )
-            packed = refine_stack(
-                weight[group], packed, moment, outputs=outputs, sweeps=sweeps, sweep_bytes=sweep_bytes
-            )
+            packed = refine_stack(weight[group], packed, moment, sweeps=sweeps, sweep_bytes=sweep_bytes)
         yield from packed
 
 
-def _groups(weight: Tensor, refined: bool, coupled_widths: int) -> Iterator[slice]:
-    """Slices of the experts that are worked on together. coupled_widths: of how many all rows' errors are held."""
+def _groups(weight: Tensor, refined: bool) -> Iterator[slice]:
+    """Slices of the experts that are worked on together."""
     experts, rows, columns = weight.shape
-    each = 4 * rows * columns * (1 + 2 * coupled_widths) + (4 * columns * columns if refined else 0)
-    each += 4 * rows * rows if coupled_widths else 0
+    each = 4 * rows * columns + (4 * columns * columns if refined else 0)
     size = max(1, GROUP_BYTES.get(weight.device.type, 1 << 23) // each)
     for first in range(0, experts, size):
         yield slice(first, min(first + size, experts))

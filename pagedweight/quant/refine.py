@@ -1,10 +1,8 @@
-"""Better tables and codes in the same format, for the loss tr(G D H D^T) of errors D = W - W^b.
+"""Better tables and codes in the same format, for the loss that correlated inputs cause: tr(D H D^T), D = W - W^b.
 
-H is the second moment of a linear-block's inputs, G that of the loss's gradient by its outputs. k-means minimises the
-loss of their diagonals only; these functions take all of it: `refit` solves for every width's table on fixed codes,
-`descend` also moves the codes, one column at a time, for all widths together. Both know H alone: what G adds to a row,
-given the others, is another target than its own weights (`_targets`), so rows are done a group at a time. Everything
-is batched over a stack of E experts.
+H is the second moment of a linear-block's inputs. k-means minimises the loss of its diagonal only; these functions take
+all of it: `refit` solves for every width's table on fixed codes, `descend` also moves the codes, one column at a time,
+for all widths together. Everything is batched over a stack of E experts.
 """
 
 from __future__ import annotations
@@ -20,13 +18,14 @@ from pagedweight.layout import PackedBlock
 from pagedweight.quant.codebooks import FP16_MAX, SMOOTH_CODEBOOKS, fit_table, smooth_basis
 from pagedweight.quant.descent import Sweep
 
-EVENNESS = 1.0  # 0.5 lowers 2-bit loss further, but on trained models not their KL, and 5 and 6 bits suffer
+# What a width's relative loss counts when codes move: most where plans live. Few low codes may move where the highest
+# widths count in full, and those have divergence to spare.
+EMPHASIS = {1: 0.7, 2: 0.7, 3: 1.0, 4: 1.3, 5: 0.2, 6: 0.06, 7: 0.02, 8: 0.006}
 LOSS_FLOOR = 1e-12  # of the weights' own energy: a width without loss does not outweigh all others
 RIDGE = 1e-2  # of a code's own moment, towards its k-means value: moments of few tokens would overfit
 COLUMN_BLOCK = 32  # columns between two exact recomputations of the gradients
 CHUNK_BYTES = {"cpu": 1 << 24, "cuda": 1 << 27}  # of one-hot codes in memory at once
 SYSTEMS = {"cpu": 64, "cuda": 2048}  # rows' normal equations solved in one call: a GPU takes as long for a few
-ROW_GROUPS = 16  # rows of one group do not see each other's moves
 SWEEP_BYTES = {"cpu": 1 << 24, "cuda": 3 << 28}  # of a sweep's working set: a column's steps are short, so many rows
 
 
@@ -45,16 +44,9 @@ class _Stack(NamedTuple):
         tables = {bits: table[:, chunk] for bits, table in self.tables.items()}
         return _Stack(self.codes[:, chunk], tables, self.parent_width)
 
-    def errors(self, target: Tensor) -> Tensor:
-        """Targets (1 or W, E, N, K) minus what the widths give, (W, E, N, K) fp32, widths ascending."""
-        codes = [(self.codes >> (self.parent_width - bits)).long() for bits in self.tables]
-        given = target.expand(len(codes), *target.shape[1:])
-        return torch.stack(
-            [
-                own - self.values(bits).gather(-1, code)
-                for own, bits, code in zip(given, self.tables, codes, strict=True)
-            ]
-        )
+    def errors(self, weight: Tensor, bits: int) -> Tensor:
+        """W - W^b, (E, N, K) fp32."""
+        return weight - self.values(bits).gather(-1, (self.codes >> (self.parent_width - bits)).long())
 
 
 def refine_stack(
@@ -62,35 +54,33 @@ def refine_stack(
     packed: Sequence[PackedBlock],
     moment: Tensor,
     *,
-    outputs: Tensor | None = None,
     sweeps: int = 0,
-    evenness: float = EVENNESS,
     sweep_bytes: int | None = None,
 ) -> list[PackedBlock]:
     """The linear-blocks with tables refitted to `moment` (sweeps = 0), or codes and tables in `sweeps` rounds.
 
     weight: (E, N, K); values beyond +-65504 (fp16) saturate. packed: E blocks as `quantize_stack` makes them, on the
-    weight's device. moment: (E, K, K) or (1, K, K), H, symmetric and positive semi-definite. outputs: (E, N, N) or
-    (1, N, N), G alike; by default rows are independent. evenness: see `_worth`. sweep_bytes: of a sweep's
-    working set; the more, the fewer steps. Equal inputs give equal bytes.
-    ValueError when shapes do not fit or a moment is not finite.
+    weight's device. moment: (E, K, K) or (1, K, K), symmetric and positive semi-definite.
+    sweep_bytes: of a sweep's working set; the more, the fewer steps. Equal inputs give equal bytes.
+    ValueError when shapes do not fit or the moment is not finite.
     """
-    experts, rows, columns = weight.shape
-    _check_moment(moment, experts, columns)
-    if len(packed) != experts:
-        raise ValueError(f"weight {tuple(weight.shape)} and {len(packed)} blocks do not fit; give E blocks")
+    experts, _, columns = weight.shape
+    if len(packed) != experts or moment.shape[-2:] != (columns, columns) or moment.shape[0] not in (1, experts):
+        raise ValueError(
+            f"weight {tuple(weight.shape)}, {len(packed)} blocks and moment {tuple(moment.shape)} do not fit; "
+            "give E blocks and a moment of (E, K, K) or (1, K, K)"
+        )
+    if not moment.isfinite().all():
+        raise ValueError("the moment holds NaN or infinite values; leave out the tokens that caused them")
     sweep_bytes = sweep_bytes or SWEEP_BYTES.get(weight.device.type, 1 << 26)
-    weight = weight.float().clamp(-FP16_MAX, FP16_MAX).unsqueeze(0)
-    moment = _unit_mean(moment)
+    size = moment.diagonal(dim1=1, dim2=2).mean(1).view(-1, 1, 1)
+    weight = weight.float().clamp(-FP16_MAX, FP16_MAX)
+    moment = (moment / torch.where(size > 0, size, 1.0)).float()
     stack = _unpack(packed)
     for _ in range(sweeps):
         stack = refit(weight, stack, moment)
-        worth = _worth(*_losses_by_rows(weight, stack, moment, sweep_bytes), evenness)
-        stack = stack._replace(codes=descend(weight, stack, moment, worth, sweep_bytes))
+        stack = stack._replace(codes=descend(weight, stack, moment, sweep_bytes))
     stack = refit(weight, stack, moment)
-    if outputs is not None:
-        _check_moment(outputs, experts, rows)
-        stack = _couple_rows(weight, stack, moment, _unit_mean(outputs), sweeps, evenness, sweep_bytes)
     return [
         PackedBlock(
             pack_codes(stack.codes[expert], stack.parent_width),
@@ -101,62 +91,6 @@ def refine_stack(
     ]
 
 
-def _check_moment(moment: Tensor, experts: int, size: int) -> None:
-    if moment.shape[-2:] != (size, size) or moment.shape[0] not in (1, experts):
-        raise ValueError(
-            f"a moment of {tuple(moment.shape)} does not fit {experts} blocks; give ({experts}, {size}, {size}) or "
-            f"(1, {size}, {size})"
-        )
-    if not moment.isfinite().all():
-        raise ValueError("the moment holds NaN or infinite values; leave out the tokens that caused them")
-
-
-def _unit_mean(moment: Tensor) -> Tensor:
-    """fp32, its diagonal 1 on average."""
-    size = moment.diagonal(dim1=1, dim2=2).mean(1).view(-1, 1, 1)
-    return (moment / torch.where(size > 0, size, 1.0)).float()
-
-
-def _couple_rows(
-    weight: Tensor,
-    stack: _Stack,
-    moment: Tensor,
-    outputs: Tensor,
-    sweeps: int,
-    evenness: float,
-    sweep_bytes: int,
-) -> _Stack:
-    """Rounds over groups of rows, each fitted to the targets that the other rows' errors make. weight: (1, E, N, K)."""
-    groups = _slices(weight.shape[2], -(-weight.shape[2] // ROW_GROUPS))
-    errors = stack.errors(weight)
-    energy = _losses(weight, moment, outputs)
-    for moving in [True] * sweeps + [False]:
-        worth = _worth(_losses(errors, moment, outputs), energy, evenness)
-        for group in groups:
-            part, own = stack.rows(group), weight[:, :, group]
-            target = _targets(own, errors, outputs, group)
-            if moving:
-                part = part._replace(codes=descend(target, part, moment, worth, sweep_bytes))
-            part = refit(target, part, moment)
-            stack.codes[:, group] = part.codes
-            for bits, table in part.tables.items():
-                stack.tables[bits][:, group] = table
-            errors[:, :, group] = part.errors(own)
-    return stack
-
-
-def _targets(own: Tensor, errors: Tensor, outputs: Tensor, group: slice) -> Tensor:
-    """What a group's rows should give at every width, (W, E, n, K): their weights and what makes good others' errors.
-
-    With the other rows fixed, the loss of row i's error d is G_ii d H d^T + 2 sum_k G_ik d_k H d^T; seen from this
-    target it is G_ii d H d^T alone.
-    """
-    size = outputs.diagonal(dim1=1, dim2=2)[:, group]
-    coupling = outputs[:, group] / torch.where(size > 0, size, 1.0).unsqueeze(-1)
-    coupling.diagonal(dim1=1, dim2=2, offset=group.start).zero_()
-    return own + coupling @ errors
-
-
 def _unpack(packed: Sequence[PackedBlock]) -> _Stack:
     parent_width = len(packed[0].planes)
     codes = torch.stack([unpack_codes(block.planes, block.columns, parent_width) for block in packed])
@@ -164,21 +98,21 @@ def _unpack(packed: Sequence[PackedBlock]) -> _Stack:
     return _Stack(codes, tables, parent_width)
 
 
-def refit(target: Tensor, stack: _Stack, moment: Tensor) -> _Stack:
-    """The same codes with the tables that minimise tr(D H D^T), up to the ridge, D from a target (1 or W, E, N, K)."""
-    _, experts, rows, columns = target.shape
-    device = target.device.type
+def refit(weight: Tensor, stack: _Stack, moment: Tensor) -> _Stack:
+    """The same codes with the tables that minimise tr(D H D^T), up to the ridge."""
+    experts, rows, columns = weight.shape
+    device = weight.device.type
     at_once = max(1, CHUNK_BYTES.get(device, 1 << 24) // (4 * experts * columns << stack.parent_width))
     together = max(at_once, SYSTEMS.get(device, 64) // experts)
     parts = []
     for chunk in _slices(rows, together):
-        own, part = target[:, :, chunk], stack.rows(chunk)
+        own, part = weight[:, chunk], stack.rows(chunk)
         equations = [
-            _equations(own[:, :, c], part.codes[:, c], moment, 1 << stack.parent_width)
-            for c in _slices(own.shape[2], at_once)
+            _equations(own[:, c], part.codes[:, c], moment, 1 << stack.parent_width)
+            for c in _slices(own.shape[1], at_once)
         ]
-        systems, sides = zip(*equations, strict=True)
-        parts.append(_solve_widths(torch.cat(systems, 1), torch.cat(sides, 2), part))
+        system, target = (torch.cat(sums, 1) for sums in zip(*equations, strict=True))
+        parts.append(_solve_widths(system, target, part))
     return stack._replace(tables={bits: torch.cat([part[bits] for part in parts], 1) for bits in stack.tables})
 
 
@@ -186,25 +120,25 @@ def _slices(count: int, step: int) -> list[slice]:
     return [slice(first, min(first + step, count)) for first in range(0, count, step)]
 
 
-def _equations(target: Tensor, codes: Tensor, moment: Tensor, entries: int) -> tuple[Tensor, Tensor]:
-    """Each row's normal equations in the parent's C codes: fp64 (E, N, C, C) and, for each target, (E, N, C)."""
-    code = torch.arange(entries, dtype=torch.uint8, device=target.device)
+def _equations(weight: Tensor, codes: Tensor, moment: Tensor, entries: int) -> tuple[Tensor, Tensor]:
+    """Each row's normal equations in the parent's C codes: fp64 (E, N, C, C) and (E, N, C)."""
+    code = torch.arange(entries, dtype=torch.uint8, device=weight.device)
     members = codes.unsqueeze(2) == code.view(-1, 1)  # (E, N, C, K)
     mixed = _sum_members(members.flatten(1, 2), moment).view(members.shape)
     system = (mixed @ members.float().mT).double()
-    return system, (mixed @ target.permute(1, 2, 3, 0)).permute(3, 0, 1, 2).double()
+    return system, (mixed @ weight.unsqueeze(-1)).squeeze(-1).double()
 
 
-def _solve_widths(system: Tensor, sides: Tensor, stack: _Stack) -> dict[int, Tensor]:
-    """Tables by width: the parent's, then each shorter code's by adding up pairs. sides: (1 or W, E, N, C)."""
-    tables, widths = {}, list(stack.tables)
+def _solve_widths(system: Tensor, target: Tensor, stack: _Stack) -> dict[int, Tensor]:
+    """Tables by width: the parent's, then each shorter code's by adding up pairs."""
+    tables = {}
     for bits in range(stack.parent_width, min(stack.tables) - 1, -1):
         if bits < stack.parent_width:
             system = system[..., ::2] + system[..., 1::2]
             system = system[..., ::2, :] + system[..., 1::2, :]
-            sides = sides[..., ::2] + sides[..., 1::2]
+            target = target[..., ::2] + target[..., 1::2]
         if bits in stack.tables:
-            tables[bits] = _solve(system, sides[widths.index(bits) % len(sides)], stack.tables[bits], bits)
+            tables[bits] = _solve(system, target, stack.tables[bits], bits)
     return tables
 
 
@@ -237,51 +171,40 @@ def _solve(system: Tensor, target: Tensor, table: Tensor, bits: int) -> Tensor:
     return fit_table(codebook, own, torch.linalg.solve(system, target.unsqueeze(-1)).squeeze(-1))
 
 
-def descend(target: Tensor, stack: _Stack, moment: Tensor, worth: Tensor, sweep_bytes: int) -> Tensor:
+def descend(weight: Tensor, stack: _Stack, moment: Tensor, sweep_bytes: int) -> Tensor:
     """Parent codes (E, N, K) after one pass over the columns, each set to the best code given all the others.
 
-    The loss is sum_b worth_b tr(D_b H D_b^T), D_b from the targets (1 or W, E, N, K). worth: (W, E), see `_worth`.
+    The loss is the sum over widths of EMPHASIS times tr(D H D^T), each beside what it was before the pass.
     """
-    _, experts, rows, columns = target.shape
+    experts, rows, columns = weight.shape
     row_bytes = 4 * experts * (columns * (len(stack.tables) + 2) + (len(stack.tables) + 3 << stack.parent_width))
     step = max(1, sweep_bytes // row_bytes)
-    worth = worth.float().view(-1, experts, 1, 1)
-    parts = [_descend_rows(target[:, :, c], stack.rows(c), moment, worth) for c in _slices(rows, step)]
-    return torch.cat(parts, dim=1)
-
-
-def _worth(losses: Tensor, energy: Tensor, evenness: float) -> Tensor:
-    """What a unit of each width's loss counts, (W, E): (energy / loss)^evenness, of losses (W, E) and energy (1, E).
-
-    At 1 every width counts by its relative loss, and few low codes move because the highest width would suffer; at 0
-    by its absolute loss, and the highest widths pay for the lowest.
-    """
+    chunks = _slices(rows, step)
+    energy = torch.zeros(experts, dtype=torch.float64, device=weight.device)
+    losses = torch.zeros(len(stack.tables), experts, dtype=torch.float64, device=weight.device)
+    for chunk in chunks:
+        part = stack.rows(chunk)
+        energy += _loss(weight[:, chunk], moment)
+        losses += torch.stack([_loss(part.errors(weight[:, chunk], bits), moment) for bits in part.tables])
     shares = losses / energy.clamp_min(torch.finfo(torch.float32).tiny)
-    return shares.clamp_min(LOSS_FLOOR).pow(-evenness)
+    emphasis = torch.tensor([EMPHASIS[bits] for bits in stack.tables], dtype=shares.dtype, device=shares.device)
+    worth = emphasis.view(-1, 1) * shares.clamp_min(LOSS_FLOOR).reciprocal()
+    worth = worth.float().view(-1, experts, 1, 1)
+    return torch.cat([_descend_rows(weight[:, c], stack.rows(c), moment, worth) for c in chunks], dim=1)
 
 
-def _descend_rows(target: Tensor, stack: _Stack, moment: Tensor, worth: Tensor) -> Tensor:
+def _descend_rows(weight: Tensor, stack: _Stack, moment: Tensor, worth: Tensor) -> Tensor:
     """One pass over some rows, all columns in turn. worth: (W, E, 1, 1), what a unit of each width's loss counts."""
-    parent = torch.arange(1 << stack.parent_width, device=target.device)
+    parent = torch.arange(1 << stack.parent_width, device=weight.device)
     values = torch.stack([stack.values(bits)[..., parent >> (stack.parent_width - bits)] for bits in stack.tables])
     codes = stack.codes.clone(memory_format=torch.contiguous_format)
-    sweep = Sweep(target.contiguous(), moment.contiguous(), values, worth.contiguous(), codes, stack.errors(target))
-    columns = target.shape[3]
-    for first in range(0, columns, COLUMN_BLOCK):
-        sweep.move(first, min(first + COLUMN_BLOCK, columns))
+    errors = torch.stack([stack.errors(weight, bits) for bits in stack.tables])
+    sweep = Sweep(weight.contiguous(), moment.contiguous(), values, worth.contiguous(), codes, errors)
+    for first in range(0, weight.shape[2], COLUMN_BLOCK):
+        sweep.move(first, min(first + COLUMN_BLOCK, weight.shape[2]))
     return codes
 
 
-def _losses(errors: Tensor, moment: Tensor, outputs: Tensor | None = None) -> Tensor:
-    """tr(G D H D^T) of each width and expert, (W, E) fp64, of errors (W, E, N, K)."""
-    weighed = torch.stack([(own @ moment) * (own if outputs is None else outputs @ own) for own in errors])
-    return weighed.sum((2, 3), dtype=torch.float64)
-
-
-def _losses_by_rows(target: Tensor, stack: _Stack, moment: Tensor, sweep_bytes: int) -> tuple[Tensor, Tensor]:
-    """tr(D H D^T) of each width and expert, (W, E) fp64, and the targets' own (1, E), a few rows at a time."""
-    _, experts, rows, columns = target.shape
-    step = max(1, sweep_bytes // (8 * experts * columns * len(stack.tables)))
-    chunks = _slices(rows, step)
-    losses = sum(_losses(stack.rows(c).errors(target[:, :, c]), moment) for c in chunks)
-    return losses, sum(_losses(target[:, :, c], moment) for c in chunks)
+def _loss(error: Tensor, moment: Tensor) -> Tensor:
+    """tr(D H D^T) of each expert, (E,) fp64."""
+    return ((error @ moment) * error).sum((1, 2), dtype=torch.float64)

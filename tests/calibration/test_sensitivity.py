@@ -58,8 +58,7 @@ def test_importance_is_finite_for_any_coverage(tokens_by_expert: list[int], seed
         layer.mass[expert], layer.counts[expert] = 0.25 * count, count
         for projection, (n, k) in enumerate([(6, 5), (5, 3)]):
             x = torch.randn(count, k, generator=generator)
-            gradients = torch.randn(count, n, generator=generator)
-            layer.blocks[projection].add(expert, x, gradients.square(), gradients)
+            layer.blocks[projection].add(expert, x, torch.randn(count, n, generator=generator).square())
     statistics.tokens = sum(tokens_by_expert)
     assert routing_mass(layer).sum().item() == pytest.approx(1)
     assert (routing_mass(layer) > 0).all()
@@ -96,17 +95,15 @@ def test_second_moments_are_the_experts_own_where_tokens_are_many(model) -> None
         layer.counts.mul_(10**9)
     for projection in Projection:
         sums = statistics.layers[0].blocks[projection]
-        importance = layer_importance(statistics, 0)[projection]
-        for moment, own in ((importance.second_moment(3), sums.moment), (importance.output_moment(3), sums.outputs)):
-            torch.testing.assert_close(moment, own[3] / sums.total[3].float(), rtol=1e-3, atol=1e-7)
+        moment = layer_importance(statistics, 0)[projection].second_moment(3)
+        torch.testing.assert_close(moment, sums.moment[3] / sums.total[3].float(), rtol=1e-3, atol=1e-7)
 
 
 def test_forms_agree_where_inputs_are_uncorrelated(model, packed) -> None:
     statistics = statistics_of(model, batch(2, 16))
     for layer in statistics.layers:
         for block in layer.blocks:
-            for moment in (block.moment, block.outputs):
-                moment.copy_(torch.diag_embed(moment.diagonal(dim1=1, dim2=2)))
+            block.moment.copy_(torch.diag_embed(block.moment.diagonal(dim1=1, dim2=2)))
     forms = [measured(model, packed, statistics, form).s_bar for form in ("diagonal", "quadratic")]
     np.testing.assert_allclose(*forms, rtol=1e-3)
 

@@ -12,16 +12,16 @@ WIDTHS, PARENT = (2, 3, 5), 5
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there, through the interpreter
 
 
-def sweep(experts: int, rows: int, columns: int, targets: int, moments: int) -> Sweep:
+def sweep(experts: int, rows: int, columns: int, moments: int) -> Sweep:
     generator = torch.Generator().manual_seed(0)
-    target = torch.randn(targets, experts, rows, columns, generator=generator)
+    weight = torch.randn(experts, rows, columns, generator=generator)
     codes = torch.randint(0, 1 << PARENT, (experts, rows, columns), generator=generator, dtype=torch.uint8)
     tables = [torch.randn(experts, rows, 1 << bits, generator=generator).sort(-1).values for bits in WIDTHS]
     parent = torch.arange(1 << PARENT)
     values = torch.stack([t[..., parent >> (PARENT - bits)] for t, bits in zip(tables, WIDTHS, strict=True)])
     given = values.gather(-1, codes.long().expand(len(WIDTHS), -1, -1, -1))
     worth = torch.rand(len(WIDTHS), experts, 1, 1, generator=generator) + 0.5
-    parts = (target, correlated_moment(columns, moments), values, worth, codes, target - given)
+    parts = (weight, correlated_moment(columns, moments), values, worth, codes, weight - given)
     return Sweep(*(part.to(DEVICE).contiguous() for part in parts))
 
 
@@ -30,10 +30,10 @@ def loss(one: Sweep) -> torch.Tensor:
     return (one.worth * ((one.errors @ one.moment) * one.errors)).sum(dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("targets", "moments"), [(1, 1), (3, 2)])
+@pytest.mark.parametrize("moments", [1, 2])
 @pytest.mark.parametrize("columns", [4, 35])
-def test_the_kernel_moves_codes_as_its_twin_does(columns: int, targets: int, moments: int) -> None:
-    moved, wanted = (sweep(2, 2, columns, targets, moments) for _ in range(2))
+def test_the_kernel_moves_codes_as_its_twin_does(columns: int, moments: int) -> None:
+    moved, wanted = (sweep(2, 2, columns, moments) for _ in range(2))
     before = loss(moved)
     for first in range(0, columns, 32):
         last = min(first + 32, columns)
@@ -43,4 +43,4 @@ def test_the_kernel_moves_codes_as_its_twin_does(columns: int, targets: int, mom
     assert (moved.codes == wanted.codes).float().mean() > 0.98
     torch.testing.assert_close(loss(moved), loss(wanted), rtol=1e-3, atol=0)
     given = moved.values.gather(-1, moved.codes.long().expand(len(WIDTHS), -1, -1, -1))
-    torch.testing.assert_close(moved.errors, moved.target - given)
+    torch.testing.assert_close(moved.errors, moved.weight - given)

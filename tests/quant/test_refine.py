@@ -66,40 +66,13 @@ def test_a_diagonal_moment_leaves_kmeans_tables_as_they_are() -> None:
 def test_moved_codes_beat_refitted_tables_which_beat_kmeans() -> None:
     weight, moment = torch.randn(1, 12, 192), correlated_moment(192)
     fast = quantize_stack(weight, WIDTHS, importance=moment.diagonal(dim1=1, dim2=2).unsqueeze(1))
-    balanced, even, best = (
-        refine_stack(weight, fast, moment, **settings)
-        for settings in ({}, {"sweeps": 2, "evenness": 1.0}, {"sweeps": 2, "evenness": 0.5})
-    )
-    fast, balanced, even, best = (losses(weight, packed, moment) for packed in (fast, balanced, even, best))
+    balanced, best = (refine_stack(weight, fast, moment, sweeps=sweeps) for sweeps in (0, 2))
+    fast, balanced, best = (losses(weight, packed, moment) for packed in (fast, balanced, best))
     assert (balanced < 0.97 * fast).all(), balanced / fast
-    assert (even < 0.995 * balanced).all(), even / balanced
-    assert (even[2:] < 0.95 * balanced[2:]).all(), even / balanced
-    assert (best[:3] < 0.7 * fast[:3]).all(), best / fast  # 2, 3 and 4 bits gain what 6 bits gives up
-    assert best[4] < 1.2 * fast[4], best / fast
-
-
-def coupled_losses(weight: torch.Tensor, packed: list, moment: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-    """tr(G D H D^T), (W,)."""
-    errors = [weight.double() - torch.stack([dequantize(p, bits) for p in packed]) for bits in sorted(packed[0].tables)]
-    return torch.stack([((outputs.double() @ error) * (error @ moment.double())).sum() for error in errors])
-
-
-@pytest.mark.parametrize("sweeps", [0, 2])
-def test_rows_that_count_together_make_good_each_others_errors(sweeps: int) -> None:
-    weight, moment, outputs = torch.randn(2, 40, 96), correlated_moment(96, 2), correlated_moment(40, seed=1)
-    fast = quantize_stack(weight, WIDTHS, importance=moment.diagonal(dim1=1, dim2=2).unsqueeze(1))
-    alone, together = (refine_stack(weight, fast, moment, outputs=g, sweeps=sweeps) for g in (None, outputs))
-    ratio = coupled_losses(weight, together, moment, outputs) / coupled_losses(weight, alone, moment, outputs)
-    assert (ratio < 0.9).all(), ratio
-
-
-def test_rows_that_count_apart_are_fitted_as_without_them() -> None:
-    weight, moment = torch.randn(1, 20, 64), correlated_moment(64)
-    fast = quantize_stack(weight, WIDTHS)
-    scales = torch.rand(1, 20) + 0.1  # how much a row counts does not change what suits it
-    plain, apart = (refine_stack(weight, fast, moment, outputs=g) for g in (None, torch.diag_embed(scales)))
-    assert torch.equal(plain[0].planes, apart[0].planes)
-    torch.testing.assert_close(losses(weight, apart, moment), losses(weight, plain, moment), rtol=2e-2, atol=0)
+    assert (best[:3] < 0.9 * balanced[:3]).all(), best / balanced
+    assert (best[:3] < 0.75 * fast[:3]).all(), best / fast
+    assert best[3] < balanced[3], best / balanced
+    assert best[4] < 1.2 * fast[4], best / fast  # 2, 3 and 4 bits gain what 6 bits gives up
 
 
 def test_trained_weights_gain_too() -> None:
@@ -114,7 +87,7 @@ def test_trained_weights_gain_too() -> None:
     fast = quantize_stack(weight, WIDTHS)
     best = refine_stack(weight, fast, moment, sweeps=2)
     ratio = losses(weight, best, moment) / losses(weight, fast, moment)
-    assert (ratio < torch.tensor((0.9, 0.85, 0.75, 0.65, 0.6))).all(), ratio
+    assert (ratio < torch.tensor((0.8, 0.7, 0.6, 0.65, 0.95))).all(), ratio
 
 
 def test_every_codebook_can_be_refined() -> None:
@@ -124,7 +97,7 @@ def test_every_codebook_can_be_refined() -> None:
     best = refine_stack(weight, fast, moment, sweeps=1)
     assert {bits: codebook_of(table, bits) for bits, table in best[0].tables.items()} == mixed
     ratio = losses(weight, best, moment) / losses(weight, fast, moment)
-    assert (ratio < 0.95).all(), ratio
+    assert (ratio < torch.tensor((0.8, 0.7, 0.95, 1.2))).all(), ratio
 
 
 def test_refining_is_deterministic_and_experts_do_not_mix() -> None:
@@ -163,11 +136,7 @@ def test_huge_weights_saturate_in_every_codebook(codebook: str) -> None:
 def test_a_moment_that_does_not_fit_or_is_not_finite_is_refused() -> None:
     weight = torch.randn(2, 4, 8)
     packed = quantize_stack(weight, (2, 3))
-    with pytest.raises(ValueError, match=r"give \(2, 8, 8\) or \(1, 8, 8\)"):
+    with pytest.raises(ValueError, match=r"give E blocks and a moment of \(E, K, K\)"):
         refine_stack(weight, packed, torch.eye(7).unsqueeze(0))
-    with pytest.raises(ValueError, match=r"give \(2, 4, 4\) or \(1, 4, 4\)"):
-        refine_stack(weight, packed, torch.eye(8).unsqueeze(0), outputs=torch.eye(8).unsqueeze(0))
-    with pytest.raises(ValueError, match="give E blocks"):
-        refine_stack(weight, packed[:1], torch.eye(8).unsqueeze(0))
     with pytest.raises(ValueError, match="holds NaN or infinite values"):
         refine_stack(weight, packed, torch.full((1, 8, 8), float("nan")))
