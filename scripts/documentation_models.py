@@ -14,6 +14,7 @@ import pagedweight
 
 ASSETS = Path(pagedweight.__file__).parent / "assets"
 DENSE = ("models/Qwen1.5-MoE-A2.7B", "models/Qwen1.5-MoE-A2.7B-Chat", "Qwen/Qwen1.5-MoE-A2.7B")
+PAGED = ("qwen-paged", "paged")
 TEXTS = ("c4.jsonl", "calibration.jsonl")
 PLAIN = ("wikipedia.txt", "wikitext2.txt")
 DOCUMENTS, CHARACTERS = 4, 400
@@ -24,7 +25,9 @@ def make(folder: Path) -> None:
     _dense(folder / DENSE[0])
     for name in DENSE[1:]:
         shutil.copytree(folder / DENSE[0], folder / name)
-    pagedweight.quantize(folder / DENSE[0], folder / "qwen-paged", device="cpu")
+    pagedweight.quantize(folder / DENSE[0], folder / PAGED[0], device="cpu")
+    for name in PAGED[1:]:
+        shutil.copytree(folder / PAGED[0], folder / name)
     text = (ASSETS / "heldout" / "heldout.txt").read_text(encoding="utf-8")[: DOCUMENTS * CHARACTERS]
     parts = [text[start : start + CHARACTERS] for start in range(0, len(text), CHARACTERS)]
     for name in TEXTS:

@@ -87,7 +87,8 @@ class Shell:
 
     def __init__(self, folder: Path, environment: Path) -> None:
         self._folder = folder
-        self._variables = {**os.environ, "PATH": f"{environment / 'bin'}:{os.environ['PATH']}"}
+        path = f"{environment / 'bin'}:{os.environ['PATH']}"
+        self._variables = {**os.environ, "PATH": path, "HOME": str(folder)}  # not the user's own settings
         self._servers: list[subprocess.Popen] = []
 
     def run(self, page: str, command: str) -> Tried:
