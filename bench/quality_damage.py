@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from bench.quality_judge import Answers, Judge, take_answers
-from bench.quality_parts import WIDTHS, Trained, code_bytes
+from bench.quality_parts import WIDTHS, Trained, code_bytes, rounded
 from pagedweight.calibration.divergence import take_reference
 from pagedweight.calibration.gains import measure_gains, with_gains
 from pagedweight.calibration.residual import fit_residual
@@ -47,8 +47,8 @@ def measure_damage(
     alone = np.full((layout.rows, layout.rows), len(WIDTHS))
     np.fill_diagonal(alone, WIDTHS.index(SINGLE_BLOCK_BITS))
     drawn = np.searchsorted(WIDTHS, random_plans(layout, plans, PLAN_MEAN_BITS, seed=0))
-    singles = [_mean_kl(judge, answers, plan, advance) for plan in alone]
-    planned = [_mean_kl(judge, answers, plan, advance) for plan in drawn]
+    singles = _mean_kls(judge, answers, alone, advance)
+    planned = _mean_kls(judge, answers, np.array(drawn), advance)
     own = np.arange(layout.rows)
     return {
         "plans": {"measured": planned} | {k: s[own, drawn].sum(1).tolist() for k, s in predictions.items()},
@@ -85,10 +85,19 @@ def live_mass(trained: Trained, windows: Windows) -> np.ndarray:
     return mass / np.repeat(totals, [2 * shape.experts for shape in layout.moe_layers])
 
 
-def _mean_kl(judge: Judge, answers: list[Answers], index: np.ndarray, advance: Callable[[], None]) -> float:
-    kl = np.concatenate([judge.figures(given, index).kl for given in answers])
-    advance()
-    return float(f"{kl.mean():.6g}")
+def _mean_kls(judge: Judge, answers: list[Answers], plans: np.ndarray, advance: Callable[[], None]) -> list[float]:
+    """Mean KL of each plan, (n, R), over all windows; as many plans at once as a forward has room for."""
+    windows = len(answers[0].tokens)
+    together = max(1, answers[0].rows // windows)
+    means = []
+    for first in range(0, len(plans), together):
+        chosen = plans[first : first + together]
+        repeated = [given.repeated(len(chosen)) for given in answers]
+        kl = [judge.figures(given, chosen.repeat(windows, axis=0)).kl for given in repeated]
+        means.extend(np.mean([own.reshape(len(chosen), windows).mean(1) for own in kl], axis=0))
+        for _ in chosen:
+            advance()
+    return rounded(np.array(means))
 
 
 def _measure_residual(

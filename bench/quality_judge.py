@@ -37,6 +37,11 @@ class Answers(NamedTuple):
     rows: int
     first: int = 0
 
+    def repeated(self, times: int) -> Answers:
+        """All windows, and all of them again, so that several plans can be judged at once."""
+        parts = (self.tokens, self.center, self.negentropy, self.top)
+        return Answers(*(part.repeat(times, *[1] * (part.ndim - 1)) for part in parts), self.rows, self.first)
+
 
 class Figures(NamedTuple):
     """Means over each window's positions, float64 (n,): next-token loss and KL in nats, top-1 agreement."""

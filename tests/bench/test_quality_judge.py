@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.quality_damage import _mean_kls
 from bench.quality_judge import Judge, take_answers
 from pagedweight.calibration.divergence import diverge, take_reference
 from pagedweight.calibration.substitution import substituted
@@ -63,6 +64,17 @@ def test_figures_are_of_the_positions_from_first_on(judged) -> None:
     early = 2 * whole - late
     assert (early > 0).all()
     assert not np.allclose(whole, late)
+
+
+@pytest.mark.parametrize("rows", [1, 2 * WINDOWS + 1])
+def test_plans_that_are_judged_together_do_not_mix(judged, rows: int) -> None:
+    model, found, layout, blocks, windows = judged
+    judge, answers = Judge(model, found, layout, blocks.__getitem__), [take_answers(model, windows, rows=rows)] * 2
+    plans = np.random.default_rng(0).integers(0, len(WIDTHS) + 1, (5, layout.rows))
+    done: list[int] = []
+    got = _mean_kls(judge, answers, plans, lambda: done.append(1))
+    assert len(done) == len(plans)
+    assert got == pytest.approx([judge.figures(answers[0], plan).kl.mean() for plan in plans], rel=1e-3)
 
 
 def test_masked_windows_are_refused(judged) -> None:
