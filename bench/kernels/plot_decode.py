@@ -1,4 +1,4 @@
-"""Draws docs/decode-roofline.svg from bench/results/h200-decode*.json: time against the byte floor, and Marlin."""
+"""Draws docs/decode-roofline.svg from bench/results/h200-decode-peers.json: time against the byte floor, and Marlin."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ COLOURS = {"3": "tab:blue", "4": "tab:orange", "6": "tab:green", "mixed": "tab:r
 
 
 def measured_rows() -> list[dict]:
-    paths = sorted((ROOT / "bench/results").glob("h200-decode*.json"))
-    return [row for path in paths for row in json.loads(path.read_text())["rows"] if row["shape"] in MARKS]
+    rows = json.loads((ROOT / "bench/results/h200-decode-peers.json").read_text())["rows"]
+    return [row for row in rows if row.get("frames", "framed") == "framed"]
 
 
 def best_rows(rows: list[dict]) -> list[dict]:
