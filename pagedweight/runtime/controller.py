@@ -264,7 +264,7 @@ class Runtime:
         if self._gauge is None:
             return None
         state = self._gauge.read()
-        return state._replace(pending_blocks=state.pending_blocks + pending_blocks)
+        return state._replace(pending_blocks=state.pending_blocks + pending_blocks) if pending_blocks else state
 
     def _make_room(self, kv: KVState | None) -> None:
         """The coming forward's blocks, where they come from the arena; what cannot be had, its allocation reports."""
