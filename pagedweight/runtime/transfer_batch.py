@@ -60,11 +60,11 @@ class DriverCopies:
         self._many = getattr(driver, "cuMemcpyBatchAsync", None)
 
     def copy_pieces(self, target_address: int, pieces: Pieces, stream: torch.cuda.Stream) -> None:
-        """Copy the pieces to target_address onwards, one behind the other, on a stream other than the default one.
-        Raises RuntimeError when the driver refuses.
+        """Copy each piece to its start from target_address on, on a stream other than the default one. Raises
+        RuntimeError when the driver refuses.
         """
         handle = ctypes.c_void_p(stream.cuda_stream)
-        target = pieces.start - pieces.start[0] + target_address
+        target = pieces.start + target_address
         if self._many is None:
             for place, source, size in zip(target.tolist(), pieces.source.tolist(), pieces.size.tolist(), strict=True):
                 _check(self._one(ctypes.c_uint64(place), ctypes.c_void_p(source), ctypes.c_size_t(size), handle))

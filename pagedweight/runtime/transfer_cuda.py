@@ -62,14 +62,16 @@ class _Staging:
         self._device = arena.memory.device
         self._halves: list[_Half] = []
 
-    def next_half(self, stream: torch.cuda.Stream) -> _Half:
-        """The half that has been in use for longer; what comes next on the stream may overwrite it."""
+    def next_half(self, streams: Sequence[torch.cuda.Stream]) -> _Half:
+        """The half that has been in use for longer; what comes next on the streams may overwrite it."""
         if not self._halves:
             self._halves = [_Half(rows) for rows in torch.empty(self._shape, dtype=_WORD, device=self._device)]
             # The memory may have been another tensor's, which kernels launched so far still use.
-            stream.wait_stream(torch.cuda.current_stream(self._device))
+            for stream in streams:
+                stream.wait_stream(torch.cuda.current_stream(self._device))
         self._halves.reverse()
-        stream.wait_event(self._halves[0].free)
+        for stream in streams:
+            stream.wait_event(self._halves[0].free)
         return self._halves[0]
 
 
@@ -82,10 +84,10 @@ class CudaEngine:
     behind pages on their way in it would hold that forward up.
     """
 
-    def __init__(self, arena: Arena, staging_bytes: int = _STAGING_BYTES) -> None:
+    def __init__(self, arena: Arena, staging_bytes: int = _STAGING_BYTES, copy_streams: int = 1) -> None:
         self._device = arena.memory.device
         self._words = arena.rows.view(_WORD)
-        self._copy_stream = torch.cuda.Stream(self._device)
+        self._copy_streams = [torch.cuda.Stream(self._device) for _ in range(copy_streams)]
         self._spread_stream = torch.cuda.Stream(self._device)
         self._write_stream = torch.cuda.Stream(self._device)
         self._copies = DriverCopies()
@@ -96,23 +98,23 @@ class CudaEngine:
     def copy_in(self, copies: Sequence[FrameCopy]) -> Ticket:
         began = torch.cuda.Event(enable_timing=True)
         if not copies:
-            began.record(self._copy_stream)
-            return _EventTicket(self._copy_stream, began=began)
+            began.record(self._spread_stream)
+            return _EventTicket(self._spread_stream, began=began)
         hosts, pieces = self._pieces(copies, self._staging)
-        with torch.cuda.device(self._device), _settled(self._copy_stream, self._spread_stream):
+        with torch.cuda.device(self._device), _settled(*self._copy_streams, self._spread_stream):
             # Everything launched so far on the compute stream may still use the frames.
             self._spread_stream.wait_stream(torch.cuda.current_stream(self._device))
-            self._cross(copies, pieces, self._staging, self._copy_stream, self._spread_stream, began)
+            self._cross(copies, pieces, self._staging, self._copy_streams, self._spread_stream, began)
             return _EventTicket(self._spread_stream, hosts, began)
 
     def copy_out(self, copies: Sequence[FrameCopy]) -> Ticket:
-        with _settled(self._copy_stream, self._spread_stream):
+        with _settled(self._spread_stream):
             self._spread_stream.wait_stream(torch.cuda.current_stream(self._device))
             for frames, host in copies:
                 ids = self._on_device(frames, self._spread_stream)
                 parts = host.split(self._staging.half_bytes)
                 for part, target in zip(ids.split(self._staging.half_frames), parts, strict=True):
-                    half = self._staging.next_half(self._spread_stream)
+                    half = self._staging.next_half([self._spread_stream])
                     with torch.cuda.stream(self._spread_stream):
                         torch.index_select(self._words, 0, part, out=half.rows[: len(part)])
                         target.view(_WORD).view(len(part), -1).copy_(half.rows[: len(part)], non_blocking=True)
@@ -129,7 +131,7 @@ class CudaEngine:
         compute = torch.cuda.current_stream(self._device)
         hosts, pieces = self._pieces(copies, self._writing)
         with torch.cuda.device(self._device), _settled(self._write_stream, compute):
-            self._cross(copies, pieces, self._writing, self._write_stream, compute)
+            self._cross(copies, pieces, self._writing, [self._write_stream], compute)
             self._written.append(_EventTicket(self._write_stream, hosts))
 
     def relocate(self, sources: np.ndarray, targets: np.ndarray) -> None:
@@ -140,7 +142,7 @@ class CudaEngine:
         return torch.cuda.is_current_stream_capturing()
 
     def close(self) -> None:
-        streams = self._copy_stream, self._spread_stream, self._write_stream
+        streams = *self._copy_streams, self._spread_stream, self._write_stream
         for stream in (*streams, torch.cuda.current_stream(self._device)):
             stream.synchronize()
 
@@ -149,20 +151,22 @@ class CudaEngine:
         copies: Sequence[FrameCopy],
         pieces: Pieces,
         staging: _Staging,
-        copying: torch.cuda.Stream,
+        copying: Sequence[torch.cuda.Stream],
         spreading: torch.cuda.Stream,
         began: torch.cuda.Event | None = None,
     ) -> None:
-        """Host bytes to a half of the staging memory on one stream, from there to their frames on the other; began:
-        recorded where the first bytes start."""
+        """Host bytes to a half of the staging memory on streams that share its pieces, from there to their frames on
+        another; began: recorded where the first bytes start."""
         ids = self._on_device(np.concatenate([frames for frames, _ in copies]), spreading)
         batch_of = pieces.start // staging.half_bytes
         for number, part in enumerate(ids.split(staging.half_frames)):
-            half, batch = staging.next_half(copying), batch_of == number
+            half, batch = staging.next_half(copying), np.flatnonzero(batch_of == number)
             if began is not None and not number:
-                began.record(copying)
-            self._copies.copy_pieces(half.address, Pieces(*(values[batch] for values in pieces)), copying)
-            spreading.wait_stream(copying)
+                began.record(copying[0])
+            for at, stream in enumerate(copying[: len(batch)]):
+                shared = Pieces(*(values[batch[at :: len(copying)]] for values in pieces))
+                self._copies.copy_pieces(half.address - number * staging.half_bytes, shared, stream)
+                spreading.wait_stream(stream)
             with torch.cuda.stream(spreading):
                 self._words.index_copy_(0, part, half.rows[: len(part)])
             half.free.record(spreading)
