@@ -15,9 +15,9 @@ import pagedweight
 ASSETS = Path(pagedweight.__file__).parent / "assets"
 DENSE = ("models/Qwen1.5-MoE-A2.7B", "models/Qwen1.5-MoE-A2.7B-Chat", "Qwen/Qwen1.5-MoE-A2.7B")
 PAGED = ("qwen-paged", "paged")
-TEXTS = ("c4.jsonl", "calibration.jsonl")
-PLAIN = ("wikipedia.txt", "wikitext2.txt")
-DOCUMENTS, CHARACTERS = 4, 400
+# Evaluating wants a window of 2,048 tokens at least half full; calibrating is slow beyond a few hundred.
+TEXTS = {"c4.jsonl": 6000, "calibration.jsonl": 1600, "wikipedia.txt": 1600, "wikitext2.txt": 6000}
+DOCUMENT = 400
 
 
 def make(folder: Path) -> None:
@@ -28,15 +28,14 @@ def make(folder: Path) -> None:
     pagedweight.quantize(folder / DENSE[0], folder / PAGED[0], device="cpu")
     for name in PAGED[1:]:
         shutil.copytree(folder / PAGED[0], folder / name)
-    text = (ASSETS / "heldout" / "heldout.txt").read_text(encoding="utf-8")[: DOCUMENTS * CHARACTERS]
-    parts = [text[start : start + CHARACTERS] for start in range(0, len(text), CHARACTERS)]
-    for name in TEXTS:
-        (folder / name).write_text("".join(json.dumps({"text": part}) + "\n" for part in parts), encoding="utf-8")
-    for name in PLAIN:
-        (folder / name).write_text(text, encoding="utf-8")
+    text = (ASSETS / "heldout" / "heldout.txt").read_text(encoding="utf-8")
+    for name, characters in TEXTS.items():
+        parts = [text[start : start + DOCUMENT] for start in range(0, characters, DOCUMENT)]
+        lines = "".join(json.dumps({"text": part}) + "\n" for part in parts)
+        (folder / name).write_text(lines if name.endswith("jsonl") else text[:characters], encoding="utf-8")
     asked = {"question": "How many are three and four?", "answer": "Three and four are seven.\n#### 7"}
     (folder / "gsm8k.jsonl").write_text(json.dumps(asked) + "\n", encoding="utf-8")
-    read = {"context": parts[0], "input": "What is it about?", "answers": ["History."]}
+    read = {"context": text[:DOCUMENT], "input": "What is it about?", "answers": ["History."]}
     (folder / "qmsum.jsonl").write_text(json.dumps(read) + "\n", encoding="utf-8")
 
 
