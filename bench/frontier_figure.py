@@ -55,7 +55,8 @@ def _frontier(axis: Axes, record: dict[str, Any]) -> None:
             axis.plot(budgets, [values.mean() for values in kl], line, color=colour, marker=marker, ms=4, label=name)
             axis.fill_between(budgets, low, high, color=colour, alpha=0.15, linewidth=0)
     axis.set_yscale("log")
-    axis.set_title(record["settings"]["model"], loc="left", color=INK)
+    settings = record["settings"]
+    axis.set_title(f"{settings['model']}, level {settings['method']}", loc="left", color=INK, fontsize="medium")
     axis.set_ylabel("KL to bf16, nats per token")
     axis.grid(axis="y", color="#dddddd")
     axis.spines[["top", "right"]].set_visible(False)
