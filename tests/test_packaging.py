@@ -19,35 +19,30 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 yaml = pytest.importorskip("yaml", reason="needs the dev extra")
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel that was made from it."""
+def test_sdist_and_wheel_have_what_they_need_and_nothing_else(tmp_path: Path) -> None:
+    """The wheel is made from the sdist, so that this can be built from. One test, since building takes seconds."""
     pytest.importorskip("build", reason="needs the dev extra")
-    folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    return folder
-
-
-def test_the_wheel_has_the_code_the_model_that_ships_and_the_licence(built: Path) -> None:
-    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
-        names = set(wheel.namelist())
-        metadata = wheel.read(f"pagedweight-{pagedweight.__version__}.dist-info/METADATA").decode()
-    for path in (ROOT / "pagedweight").rglob("*"):
-        if path.is_file() and "__pycache__" not in path.parts:
-            assert f"pagedweight/{path.relative_to(ROOT / 'pagedweight')}" in names
-    assert "pagedweight/py.typed" in names
-    assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert not [name for name in names if name.startswith(("tests", "bench", "docs"))]
-    assert {"hf", "vllm", "plots", "serve", "dev"} <= set(re.findall(r"^Provides-Extra: (\w+)", metadata, re.MULTILINE))
-    assert "License-Expression: Apache-2.0" in metadata
-
-
-def test_the_sdist_can_be_built_from_and_has_the_licence(built: Path) -> None:
-    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {"LICENSE", "README.md", "pyproject.toml", "pagedweight/py.typed"} <= names
+    check_wheel(next(tmp_path.glob("*.whl")))
+
+
+def check_wheel(path: Path) -> None:
+    """The code, the model that ships, its licence and every extra; no tests."""
+    with zipfile.ZipFile(path) as wheel:
+        names = set(wheel.namelist())
+        metadata = wheel.read(f"pagedweight-{pagedweight.__version__}.dist-info/METADATA").decode()
+    shipped = (path for path in (ROOT / "pagedweight").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    assert not {f"pagedweight/{path.relative_to(ROOT / 'pagedweight')}" for path in shipped} - names
+    assert "pagedweight/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert not [name for name in names if name.startswith(("tests", "bench", "docs", "scripts"))]
+    assert {"hf", "vllm", "plots", "serve", "dev"} <= set(re.findall(r"^Provides-Extra: (\w+)", metadata, re.MULTILINE))
+    assert "License-Expression: Apache-2.0" in metadata
 
 
 def test_every_extra_that_a_command_asks_for_is_there() -> None:
