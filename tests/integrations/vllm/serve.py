@@ -16,6 +16,8 @@ import sys
 import time
 from typing import Any
 
+import psutil
+
 
 def main() -> None:
     from vllm import LLM, SamplingParams
@@ -49,15 +51,33 @@ def fail(llm: Any, run: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    last = llm.collective_rpc(process_id)[-1]
-    llm.collective_rpc(break_copies, args=(last, run["fault"]))
+    ranks = llm.collective_rpc(process_id)
+    llm.collective_rpc(break_copies, args=(ranks[-1], run["fault"]))
     prompts, tokens = run["rounds"][0]
     start = time.monotonic()
     try:
         llm.generate([{"prompt_token_ids": ids} for ids in prompts], SamplingParams(max_tokens=tokens, ignore_eos=True))
     except EngineDeadError as error:
-        return {"error": type(error).__name__, "seconds": time.monotonic() - start}
-    return {"error": None, "seconds": time.monotonic() - start}
+        seconds = time.monotonic() - start
+        return {"error": type(error).__name__, "seconds": seconds, "ranks_left": left(ranks, seconds=60)}
+    return {"error": None}
+
+
+def left(processes: list[int], seconds: float) -> int:
+    """How many still run after so long."""
+    give_up = time.monotonic() + seconds
+    running = processes
+    while running and time.monotonic() < give_up:
+        time.sleep(0.2)
+        running = [process for process in running if runs(process)]
+    return len(running)
+
+
+def runs(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def process_id(worker: Any) -> int:

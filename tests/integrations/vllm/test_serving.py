@@ -65,6 +65,7 @@ def test_case_101_a_rank_that_fails_ends_the_engine_and_nobody_waits(folder: Pat
     (found,) = serve(broken, in_process=False)
     assert found["error"] == "EngineDeadError"
     assert found["seconds"] < 60
+    assert found["ranks_left"] == 0
 
 
 @pytest.mark.parametrize("enable_expert_parallel", [False, True])
