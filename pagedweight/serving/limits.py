@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from pagedweight.serving.metrics import Requests
 
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/models")  # as labels; whatever else is "other"
 LEFT = 499  # in the metrics: the client left before there was an answer
 Scope, Message = dict[str, Any], dict[str, Any]
 Receive, Send = Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]
@@ -51,7 +52,7 @@ class Guard:
                 self._running -= 1
                 self._requests.running.dec()
         status = str(answer.status or LEFT)
-        self._requests.answered.labels(scope["path"] if answer.known else "other", status).inc()
+        self._requests.answered.labels(scope["path"] if scope["path"] in ENDPOINTS else "other", status).inc()
         self._requests.seconds.observe(time.monotonic() - began)
 
     async def _within_limits(self, scope: Scope, receive: Receive, answer: Answer) -> None:
@@ -119,16 +120,12 @@ class Replayed:
 
 
 class Answer:
-    """What is sent to one client. status: 0 before anything is. known: whether the path is one that exists."""
+    """What is sent to one client. status: 0 before anything is."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.status = 0
         self.ended = False
-
-    @property
-    def known(self) -> bool:
-        return self.status not in (0, 404)
 
     async def pass_on(self, message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("prometheus_client", reason="needs the serve extra")
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from pagedweight.serving.limits import Guard, Limits
 from pagedweight.serving.metrics import Requests
@@ -125,3 +125,11 @@ def test_whoever_waits_for_the_client_to_leave_is_told() -> None:
         await send({"type": "http.response.body", "body": left["type"].encode()})
 
     assert asyncio.run(ask(guarded(streaming), leaves_after=0.05))[0] == 200
+
+
+def test_paths_of_a_clients_own_are_no_labels() -> None:
+    registry = CollectorRegistry()
+    guard = Guard(answering, Limits(body_bytes=1), Requests(registry))
+    assert asyncio.run(ask(guard, b"123", path="/v1/of my own"))[0] == 413
+    assert registry.get_sample_value("pagedweight_requests_total", {"endpoint": "other", "status": "413"}) == 1
+    assert "of my own" not in generate_latest(registry).decode()
