@@ -251,6 +251,8 @@ def shared_experts(record: Mapping[str, Any]) -> Lines:
 
 def pressure(record: Mapping[str, Any]) -> Lines:
     """What one budget holds of KV cache."""
+    if "capacity" not in record:
+        return
     rows = (
         (row["experts"], f"{row['weight_bytes'] / 1e9:.2f}" if "weight_bytes" in row else "", f"{row['tokens']:,}")
         for row in record["capacity"]
