@@ -24,7 +24,6 @@ from bench.vllm.shapes import BLOCK_TOKENS, CODEBOOKS, MODELS, WIDTHS, expert_by
 
 GIB = 2**30
 GRAPH_SIZES = [8, 16, 32, 64]
-MOST_SECONDS_TO_WAIT = 20
 CALM_BATCHES = 6
 # Sixty-four requests grow by four blocks a step: a plan for some sixteen steps at a time.
 YIELDING = {"offload_free_blocks": 16, "reload_free_blocks": 64}
@@ -46,6 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--together", type=Path, help="folder in which rows meet")
     parser.add_argument("--rows", type=int, default=1, help="how many rows meet there")
+    parser.add_argument("--wait", type=float, default=20.0, help="most seconds that a row waits there for others")
     parser.add_argument("--turn", type=int, default=0, help="which of them measures when")
     parser.add_argument("--after", type=Path, help="a file to wait for before any device memory is taken")
     parser.add_argument("--attention", help="vLLM's attention backend, where its own choice is not installed")
@@ -79,7 +79,7 @@ def in_turn(given: argparse.Namespace, measuring: Any) -> dict[str, Any]:
         return measuring()
     given.together.mkdir(parents=True, exist_ok=True)
     (given.together / f"{given.out.stem}.ready").touch()
-    give_up = time.monotonic() + MOST_SECONDS_TO_WAIT
+    give_up = time.monotonic() + given.wait
     while len(list(given.together.glob("*.ready"))) < given.rows and time.monotonic() < give_up:
         time.sleep(0.1)
     time.sleep(0.3 * given.turn)  # a lock goes to who has waited longest
