@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from pagedweight.calibration.divergence import Divergence, Reference, diverge, take_reference
 from pagedweight.calibration.search import table_at_parent
+from pagedweight.checkpoint import FOLDER
 from pagedweight.evaluation.items import Items, Size, read_items
 from pagedweight.evaluation.methods import METHODS, REFERENCE, Budget, Method
 from pagedweight.evaluation.record import Record
@@ -54,11 +56,20 @@ class Plan(NamedTuple):
         """What its figures depend on, but for methods and budgets: those may be added by a later run."""
         return {
             "checkpoint": self.checkpoint.name,
+            "pages": digest_of(self.checkpoint / FOLDER),
             "reference": None if self.reference is None else Path(self.reference).name,
             "tasks": {name: path.name for name, path in self.tasks.items()},
             **self.size._asdict(),
             "dtype": self.on["dtype"],
         }
+
+
+def digest_of(folder: Path) -> str:
+    """Of what a checkpoint says of its pages, their checksums included, and of its policy."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.json")) + sorted(folder.glob("policy.*")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 class Patched:

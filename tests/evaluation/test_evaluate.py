@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +98,17 @@ def test_a_second_run_measures_only_what_is_missing(arguments: list[object], mea
 def test_a_file_of_other_settings_is_not_gone_on_with(arguments: list[object], measured: Path) -> None:
     result = run(*arguments, "--out", measured, "--seed", 5)
     assert result.exit_code == 2
-    assert "was measured with another seed" in result.stderr
+    assert "was measured with other settings (seed)" in result.stderr
+
+
+def test_nor_is_one_of_another_policy(arguments: list[object], measured: Path, tmp_path: Path) -> None:
+    other = tmp_path / CHECKPOINT.name
+    shutil.copytree(CHECKPOINT, other)
+    policy = other / "pagedweight" / "policy.json"
+    policy.write_text(policy.read_text().replace('"alpha": 0.0', '"alpha": 0.5'))
+    result = run(other, *arguments[1:], "--out", measured)
+    assert result.exit_code == 2
+    assert "was measured with other settings (pages)" in result.stderr
 
 
 def test_bytes_are_a_budget_too(tasks: list[str], tmp_path: Path) -> None:
