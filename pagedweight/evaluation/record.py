@@ -50,7 +50,8 @@ class Record:
         differing = [name for name in settings if old.get("settings", {}).get(name) != settings[name]]
         if differing:
             raise ValueError(
-                f"{self.path} was measured with other settings ({', '.join(differing)}); write to another file, or remove it"
+                f"{self.path} was measured with other settings ({', '.join(differing)}); write to another file, or "
+                "remove it"
             )
         return old
 
