@@ -15,6 +15,7 @@ import argparse
 import json
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -189,6 +190,7 @@ def main() -> None:
     parser.add_argument(
         "--drawn-folder", type=int, metavar="LAYERS", help="write such a Qwen1.5-MoE folder and take it"
     )
+    parser.add_argument("--experts", type=int, help="measure so many of a layer's experts and scale its time to all")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS), metavar="MODEL")
     arguments = parser.parse_args()
     rows: list[dict[str, object]] = []
@@ -205,8 +207,10 @@ def main() -> None:
     for name in () if rows else arguments.models:
         shape, layers, limits = shapes[name]
         for level, limit_s in limits.items():
-            row = measure_layers(shape, layers, level, arguments.device, arguments.budget)
-            rows.append({"model": name, "shape": str(shape), "limit_s": limit_s, **row})
+            part = replace(shape, experts=min(arguments.experts or shape.experts, shape.experts))
+            row = measure_layers(part, layers, level, arguments.device, arguments.budget)
+            row["seconds_of_all"] *= shape.experts / part.experts
+            rows.append({"model": name, "shape": str(part), "experts": shape.experts, "limit_s": limit_s, **row})
             print(summary(rows[-1]), flush=True)
             write(arguments.out, arguments.device, rows)
     write(arguments.out, arguments.device, rows)
@@ -226,9 +230,8 @@ def folder_summary(row: dict[str, object]) -> str:
 
 
 def summary(row: dict[str, object]) -> str:
-    how = (
-        "measured" if row["measured_layers"] == row["layers"] else f"extrapolated from {row['measured_layers']} layers"
-    )
+    whole = row["measured_layers"] == row["layers"] and f"experts={row['experts']}," in row["shape"]
+    how = "measured" if whole else f"extrapolated from {row['measured_layers']} layers of {row['shape']}"
     peak = ""
     if row["device_peak_bytes"] is not None:
         times = row["device_peak_bytes"] / row["layer_bytes"]
