@@ -12,6 +12,7 @@ EXTRA_MODULES = {
     "plots": ("matplotlib", "plotly"),
     "serve": ("transformers", "fastapi", "uvicorn", "openai", "prometheus_client"),
     "vllm": ("vllm",),
+    "eval": ("lm_eval",),
 }
 UNIT_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

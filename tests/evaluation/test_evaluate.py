@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -138,6 +139,16 @@ def test_what_cannot_be_measured_is_refused(tasks: list[str], tmp_path: Path, mo
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
     assert not (tmp_path / "refused.json").exists()
+
+
+def test_the_harness_is_asked_for_by_its_extra_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else found(name))
+    result = run(CHECKPOINT, "--harness", "sea", "--out", tmp_path / "none.json")
+    assert result.exit_code == 2
+    assert "pip install 'pagedweight[hf,eval]'" in result.stderr
 
 
 def test_a_task_of_the_harness_from_a_local_file_without_a_network(tmp_path: Path) -> None:
