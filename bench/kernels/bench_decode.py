@@ -143,7 +143,8 @@ def run_peers(shape: str, counts: tuple[int, ...], records: list[dict]) -> None:
     meta.device = "cuda"
     for name, make in PEERS.items():
         layers = [make(shape, seed) for seed in range(2)]
-        for tokens, met in [(tokens, None) for tokens in counts] + [(4, 5)] * (shape == "mixtral"):
+        for tokens in counts:
+            met = 5 if (shape, tokens) == ("mixtral", 4) else None
             count = call_count(tokens)
             routed = [routing(meta, tokens, i, torch.bfloat16, met) for i in range(count)]
             calls = [(layers[i % 2], x, ids.int(), weights) for i, (x, ids, weights, _slots) in enumerate(routed)]
@@ -271,7 +272,7 @@ def main(cases: list[Case], out: Path, peers: dict[str, tuple[int, ...]], timed:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--suite", default="chosen")
-    parser.add_argument("--shapes", nargs="+", help="of the suites' shapes, these alone")
+    parser.add_argument("--shapes", nargs="+", help="of the suites' shapes, these alone, in this order")
     parser.add_argument("--out", type=Path, default=Path("bench_decode.json"))
     parser.add_argument("--untimed", action="store_true", help="answers only, compiled as they come")
     parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache for the suites")
@@ -279,7 +280,8 @@ if __name__ == "__main__":
     from bench.tune import suite
 
     cases = [case for name in arguments.suite.split(",") for case in suite(name)]
-    cases = [case for case in cases if arguments.shapes is None or case.shape in arguments.shapes]
+    if arguments.shapes is not None:
+        cases = [case for shape in arguments.shapes for case in cases if case.shape == shape]
     if arguments.compile_only:
         compile_all(cases, min(14, os.cpu_count()))
     else:
