@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ import pagedweight
 from pagedweight.cli import app
 from pagedweight.cli_serve import _loopback
 from pagedweight.cli_top import read
+from pagedweight.cli_top_reading import Reading
 
 TINY = Path(pagedweight.__file__).parent / "assets/tiny-qwen2-moe"
 RUNNER = CliRunner()
@@ -91,11 +94,14 @@ def test_vllms_own_server_takes_its_place() -> None:
     assert sum(reading.memory.values()) > 0
 
 
-def waited_for(server: subprocess.Popen, address: str):
-    """The first reading that a server gives."""
+def waited_for(server: subprocess.Popen, address: str) -> Reading:
+    """The first reading after an answer: vLLM publishes figures with its steps."""
+    body = json.dumps({"model": TINY.name, "prompt": "The old harbour", "max_tokens": 4}).encode()
+    asked = urllib.request.Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
     for _ in range(400):
         assert server.poll() is None
         try:
+            urllib.request.urlopen(asked, timeout=60).close()
             return read(address)
         except (OSError, ValueError):
             time.sleep(1)
