@@ -87,15 +87,8 @@ def serve(
     limits = Limits(body_bytes, max_requests, max_tokens, timeout)
     app = build_app(loaded, limits, admin_token=admin_token, api_key=api_key)
     typer.echo(f"serving {loaded.name} at http://{host}:{port}", err=True)
-    uvicorn.run(
-        app,
-        host=host,
-        port=port,
-        log_level="warning",
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=GRACE_SECONDS,
-        limit_concurrency=4 * max_requests,
-    )
+    manners = {"log_level": "warning", "timeout_keep_alive": 30, "timeout_graceful_shutdown": GRACE_SECONDS}
+    uvicorn.run(app, host=host, port=port, limit_concurrency=4 * max_requests, **manners)
 
 
 def _load(
