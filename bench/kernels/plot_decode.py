@@ -1,4 +1,4 @@
-"""Draws docs/decode-roofline.svg from bench/results/h200-decode-peers.json: time against the byte floor, and Marlin."""
+"""Draws docs/decode-roofline.svg from bench/results/h200-decode-rows.json: time against the byte floor, and Marlin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLOURS = {"3": "tab:blue", "4": "tab:orange", "6": "tab:green", "mixed": "tab:r
 
 
 def measured_rows() -> list[dict]:
-    rows = json.loads((ROOT / "bench/results/h200-decode-peers.json").read_text())["rows"]
+    rows = json.loads((ROOT / "bench/results/h200-decode-rows.json").read_text())["rows"]
     return [row for row in rows if row.get("frames", "framed") == "framed"]
 
 
