@@ -15,6 +15,8 @@ from pagedweight.runtime.transfer_batch import DriverCopies, Pieces, pieces_of
 # A half of the staging memory: long enough that launches cost little beside the copy, short enough that little is left
 # to spread once the last bytes have crossed the bus.
 _STAGING_BYTES = 32 * 2**20
+# A piece keeps a copy engine 2 to 3 us longer than its bytes take: two at a time hide that behind one another.
+_COPY_STREAMS = 2
 # Tables that lowered widths wait for: some 90 KiB each, a hundred at a boundary.
 _WRITING_BYTES = 8 * 2**20
 # An arena is at least so many halves: what lies beside it is not in its accounts.
@@ -84,7 +86,7 @@ class CudaEngine:
     behind pages on their way in it would hold that forward up.
     """
 
-    def __init__(self, arena: Arena, staging_bytes: int = _STAGING_BYTES, copy_streams: int = 1) -> None:
+    def __init__(self, arena: Arena, staging_bytes: int = _STAGING_BYTES, copy_streams: int = _COPY_STREAMS) -> None:
         self._device = arena.memory.device
         self._words = arena.rows.view(_WORD)
         self._copy_streams = [torch.cuda.Stream(self._device) for _ in range(copy_streams)]

@@ -187,7 +187,7 @@ def test_case_73_a_page_is_handed_out_only_when_its_write_back_is_complete():
     truth = host.page(5, 4).clone()
     host.forget(5, 4)
     host.reserve(5, 4).fill_(0)
-    torch.cuda._sleep(100_000_000)  # the copy cannot be over when it is asked for
+    torch.cuda._sleep(1_000_000_000)  # the copy cannot be over when it is asked for, however late the host comes
     runtime._pager.lower([Transition(5, 6, 2, 0)])
     runtime._table.publish()
     runtime._pager.start()
