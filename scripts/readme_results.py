@@ -56,7 +56,7 @@ def table(decode: dict, prefill: dict) -> str:
 def rewritten(readme: str) -> str:
     """The README with the table between its two marks replaced."""
     head, rest = readme.split(BEGIN)
-    made = table(record("h200-decode-peers"), record("h200-prefill"))
+    made = table(record("h200-decode-rows"), record("h200-prefill"))
     return f"{head}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}"
 
 
