@@ -107,7 +107,7 @@ def check(weights: tuple[torch.Tensor, torch.Tensor], made: list) -> None:
         ]
         assert errors == sorted(errors, reverse=True), errors
         assert errors[0] < 0.2, errors
-        assert errors[-1] < 0.003, errors
+        assert errors[-1] < 0.01, errors  # codes that are moved for the lower widths give some of this one up
 
 
 def reset_peak(device: str) -> None:
