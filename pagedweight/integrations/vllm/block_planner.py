@@ -67,7 +67,7 @@ class BlockPlanner:
 
     def give_up(self, blocks: int, kv: KVState) -> GivenUp:
         """Lower what the planner would lower for `blocks` more KV blocks, and vacate as many, or what can be had."""
-        if not len(self.tenancy.blocks):
+        if not self.tenancy.held_blocks:
             return GivenUp(np.empty(0, dtype=np.int64), Round(), blocks * self.block_bytes)
         empty_bytes = self.tenancy.empty_frames * self.frame_bytes
         lower, shortfall = Widths(), 0
@@ -91,8 +91,10 @@ class BlockPlanner:
 
     def rise_within(self, blocks: int, kv: KVState) -> Widths:
         """The raises that `blocks` more blocks and the empty places allow, by the damage that they take back."""
+        if self.at_parent_width:
+            return Widths()
         room = blocks * self.block_bytes + self.tenancy.empty_frames * self.frame_bytes
-        if room <= 0 or self.at_parent_width:
+        if room <= 0:
             return Widths()
         seen = self.snapshot()
         return _widths(plan_raise(seen, self._observe(seen, kv, 0), self.policy, room).transitions)

@@ -32,7 +32,7 @@ class Figures(NamedTuple):
 def figures(tenant: Tenant, total_blocks: int, resident_bytes: int, planning_seconds: float) -> Figures:
     """total_blocks: of the pool, without the null block."""
     planner = tenant.planner
-    held, free = len(planner.tenancy.blocks), tenant.free_blocks
+    held, free = planner.tenancy.held_blocks, tenant.free_blocks
     return Figures(
         mean_bits=float(planner.tenancy.width.mean()),
         lowest_mean_bits=tenant.lowest_mean_bits,

@@ -12,8 +12,8 @@ _EMPTY = -1
 class Tenancy:
     """Pages above the resident width as tenants of whole KV blocks, `frames_per_block` to a block.
 
-    width: int64 (R,), committed widths: planes up to it are in use. coming: int64 (R,), widths that frames have been
-    placed for; above width while a row loads. Both start at the resident width.
+    held_blocks: how many there are. width: int64 (R,), committed widths: planes up to it are in use. coming: int64
+    (R,), widths that frames have been placed for; above width while a row loads. Both start at the resident width.
     """
 
     def __init__(self, plane_frames: np.ndarray, planes: int, resident_width: int, frames_per_block: int) -> None:
@@ -30,6 +30,9 @@ class Tenancy:
         # Of every held block: its id (-1 for a slot without one), and which frame lies at each place.
         self._block_id = np.empty(0, dtype=np.int64)
         self._content = np.empty((0, frames_per_block), dtype=np.int64)
+        # Counted along: asked for at every step, and a pool has tens of thousands of blocks.
+        self.held_blocks = 0
+        self._frames = 0
 
     @property
     def blocks(self) -> np.ndarray:
@@ -39,7 +42,7 @@ class Tenancy:
     @property
     def empty_frames(self) -> int:
         """Places in held blocks where no frame lies."""
-        return int((self._content[self._block_id >= 0] == _EMPTY).sum())
+        return self.held_blocks * self.frames_per_block - self._frames
 
     @property
     def blocks_of_largest_page(self) -> int:
@@ -60,6 +63,7 @@ class Tenancy:
             self._content = np.concatenate([self._content, content])
             free = np.flatnonzero(self._block_id < 0)
         self._block_id[free[: len(block_ids)]] = block_ids
+        self.held_blocks += len(block_ids)
 
     def place(self, rows: np.ndarray, bits: np.ndarray, order: np.ndarray | None = None) -> FrameSpots:
         """Spots for all pages that rows need to rise to `bits`, in the fullest blocks that have any; they are taken.
@@ -75,6 +79,7 @@ class Tenancy:
         self._content[slots, places] = np.ravel_multi_index((row, unit, frame), self._shape)
         self._slot[row, unit, frame], self._place[row, unit, frame] = slots, places
         self.coming[rows] = bits
+        self._frames += len(row)
         return FrameSpots(row, unit + self.resident_width, frame, self._block_id[slots], places)
 
     def frames_needed(self, rows: np.ndarray, bits: np.ndarray) -> int:
@@ -90,6 +95,7 @@ class Tenancy:
         row, unit, frame = self._pages(rows, bits, self.coming[rows])
         self._content[self._slot[row, unit, frame], self._place[row, unit, frame]] = _EMPTY
         self._slot[row, unit, frame] = self._place[row, unit, frame] = _EMPTY
+        self._frames -= len(row)
         self.width[rows] = np.minimum(self.width[rows], bits)
         self.coming[rows] = self.width[rows]
 
@@ -112,6 +118,7 @@ class Tenancy:
         block_ids = self._block_id[leaving]
         self._block_id[leaving] = _EMPTY
         self._content[leaving] = _EMPTY
+        self.held_blocks -= most
         slots, new_places = self._empty_places(len(moved))
         self._content[slots, new_places] = moved
         row, unit, frame = np.unravel_index(moved, self._shape)
@@ -129,7 +136,8 @@ class Tenancy:
         assert (self._block_id[slots] >= 0).all()
         names = np.ravel_multi_index((row, unit, frame), self._shape)
         assert (self._content[slots, places] == names).all()
-        assert (self._content != _EMPTY).sum() == len(row)
+        assert (self._content != _EMPTY).sum() == len(row) == self._frames
+        assert len(self.blocks) == self.held_blocks
         assert len(np.unique(self.blocks)) == len(self.blocks)
 
     def _still_loading(self) -> np.ndarray:
