@@ -538,6 +538,22 @@ def test_inputs_that_were_prepared_for_no_forward_do_not_cost_another_its_bounda
         assert model.pagedweight.snapshot().step == before + 3
 
 
+def test_a_forward_under_capture_asks_no_length_and_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A static cache's length lies on the device; the host that waits for it ends the capture."""
+
+    class Static:
+        def get_seq_length(self) -> int:
+            raise AssertionError("asked for a length while a graph is captured")
+
+    model = pagedweight.patch(small())
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        before = model.pagedweight.snapshot().step
+        model.pagedweight.before_forward(input_ids=tokens(1, 4), past_key_values=Static())
+        assert model.pagedweight.snapshot().step == before
+
+
 def test_unpatching_leaves_a_save_of_ones_own_before_and_after() -> None:
     def mine(folder: str) -> str:
         return folder

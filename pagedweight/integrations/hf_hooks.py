@@ -198,6 +198,8 @@ class BeforeForward:
         batch = shape[0]
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         set_slots(runtime.slots, mask, *shape, runtime.max_requests)
+        if capturing():
+            return
         given = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
         cache = runtime.forward_cache(given)
         if cache is None:
@@ -212,9 +214,13 @@ class BeforeForward:
 
     def _packed_boundary(self) -> None:
         scheduled, self._scheduled = self._scheduled, False
-        # While a graph is captured nothing may move.
-        if not scheduled and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        if not scheduled and not capturing():
             self._runtime.boundary()
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured: then nothing may move, and no length may be asked of the device."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def inputs_of(args: tuple, kwargs: dict) -> torch.Tensor | None:
