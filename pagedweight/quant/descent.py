@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -32,7 +33,8 @@ class Sweep(NamedTuple):
         """Set the codes of columns first..last - 1."""
         gradients = self.errors @ self.moment[:, :, first:last]
         if self.weight.is_cuda:
-            launch_move_columns(self, gradients, first)
+            with torch.cuda.device(self.weight.device):  # Triton launches on the current one
+                launch_move_columns(self, gradients, first)
         else:
             move_columns_reference(self, gradients, first)
 

@@ -157,6 +157,10 @@ class Runtime:
         layer, expert: the model's own numbers. projection: "gate_up" or "down". A BlockId stands for all three.
         Raises KeyError for a linear-block that the model does not have.
         """
+        with self._turn:
+            return self._explain(layer, expert, projection)
+
+    def _explain(self, layer: int | BlockId | None, expert: int | None, projection: Projection | str | None) -> str:
         if layer is not None:
             block = layer if isinstance(layer, BlockId) else block_named(layer, expert, projection)
             row, seen = self.layout.row(block), self._table.snapshot()
@@ -177,11 +181,13 @@ class Runtime:
 
         Requests are merged by what they hold of the KV cache. Raises ValueError for a slot that does not exist.
         """
-        self._signals.set_request(slot, confidence, rho_bounds)
+        with self._turn:
+            self._signals.set_request(slot, confidence, rho_bounds)
 
     def begin_requests(self, slots: int) -> None:
         """New requests come into the first slots; what set_request said of the old ones is forgotten."""
-        self._signals.forget_requests(slots)
+        with self._turn:
+            self._signals.forget_requests(slots)
 
     def set_bits(self, bits: np.ndarray | int) -> None:
         """Bring every row to a width (one, or one for each row) and wait until it is there. For evaluation and tests.
@@ -223,7 +229,8 @@ class Runtime:
 
     def follow_kv(self, moved: KVMoved) -> None:
         """From now on boundaries may move KV frames within the arena; `moved` is told the old ids and the new."""
-        self._pager.follow_kv(moved)
+        with self._turn:
+            self._pager.follow_kv(moved)
 
     def check(self) -> None:
         """Assert the invariants of arena and page table."""

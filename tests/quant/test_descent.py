@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from pagedweight.quant import descent
 from pagedweight.quant.descent import Sweep, launch_move_columns, move_columns_reference
 from tests.quant.test_refine import correlated_moment
 
@@ -44,3 +49,20 @@ def test_the_kernel_moves_codes_as_its_twin_does(columns: int, moments: int) -> 
     torch.testing.assert_close(loss(moved), loss(wanted), rtol=1e-3, atol=0)
     given = moved.values.gather(-1, moved.codes.long().expand(len(WIDTHS), -1, -1, -1))
     torch.testing.assert_close(moved.errors, moved.weight - given)
+
+
+def test_the_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on the current one, which is another where a model lies on the second GPU."""
+    current, launched_on = [None], []
+
+    @contextmanager
+    def device(wanted: str) -> Iterator[None]:
+        current.append(wanted)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(descent, "launch_move_columns", lambda *_: launched_on.append(current[-1]))
+    elsewhere = SimpleNamespace(is_cuda=True, device="cuda:1")
+    sweep(1, 2, 4, 1)._replace(weight=elsewhere).move(0, 4)
+    assert launched_on == ["cuda:1"]

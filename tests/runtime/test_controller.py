@@ -471,12 +471,25 @@ def test_pauses_nest():
         lambda runtime: runtime.allocate_kv(8),
         lambda runtime: runtime.allocating(lambda: runtime.allocate_kv(8), 8 * FRAME_BYTES),
         lambda runtime: runtime.snapshot(),
+        lambda runtime: runtime.explain(),
+        lambda runtime: runtime.explain(BlockId(4, 1, Projection.DOWN)),
+        lambda runtime: runtime.begin_requests(1),
         lambda runtime: runtime.pause(),
     ],
-    ids=["set_bits", "ensure_bytes", "allocate_kv", "allocating", "snapshot", "pause"],
+    ids=[
+        "set_bits",
+        "ensure_bytes",
+        "allocate_kv",
+        "allocating",
+        "snapshot",
+        "explain",
+        "explain a block",
+        "begin_requests",
+        "pause",
+    ],
 )
 def test_what_another_thread_asks_for_waits_for_the_boundary_on_its_way(call):
-    """Each of these reads or changes the page table."""
+    """Each of these reads or changes the page table, or the statistics on their way."""
     model = tiny_model()
     slow, reading, go_on = [False], threading.Event(), threading.Event()
 
