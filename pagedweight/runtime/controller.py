@@ -164,7 +164,7 @@ class Runtime:
         if layer is not None:
             block = layer if isinstance(layer, BlockId) else block_named(layer, expert, projection)
             row, seen = self.layout.row(block), self._table.snapshot()
-            observation = self._planning.observe(seen, self._kv or KVState(0, 1))
+            observation = self._planning.observe(seen, self._kv or KVState(0, 1), ask=not self._paused)
             return f"{explain_row(self._table, row, block)}; {explain(seen, observation, self.policy, row)}"
         if self._gauge is None:
             return "no KV gauge is attached: widths stay as they are"

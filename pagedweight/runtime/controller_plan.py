@@ -119,9 +119,9 @@ class Planning:
         self._fruitless = None if plan is None or plan.transitions else situation
         return plan or _NOTHING
 
-    def observe(self, seen: TableSnapshot, kv: KVState) -> Observation:
-        """What the planner sees now."""
-        return self._prepare(seen, kv)()
+    def observe(self, seen: TableSnapshot, kv: KVState, *, ask: bool = True) -> Observation:
+        """What the planner sees now. ask: for statistics where none have landed; otherwise the device is left alone."""
+        return self._prepare(seen, kv, ask=ask)()
 
     def within_limits(self, rows: np.ndarray) -> np.ndarray:
         """Of rows that an emergency would drop to the floor, in this order, those that pins and quality budget let."""
@@ -177,9 +177,10 @@ class Planning:
             self._hold_steps = min(max(self._hold_steps, 2 * since), _LONGEST_HOLD_STEPS)
         self._lowered_rows, self._lowered_at, self._raised_since = lowered, self._table.step, False
 
-    def _prepare(self, seen: TableSnapshot, kv: KVState) -> Callable[[], Observation]:
+    def _prepare(self, seen: TableSnapshot, kv: KVState, *, ask: bool = True) -> Callable[[], Observation]:
         """What makes the observation; merging and converting the statistics is left to the planner's thread."""
-        reading, pressure = self._signals.latest(wait=self._config.deterministic), self._pressure(kv)
+        reading = self._signals.latest(wait=self._config.deterministic) if ask else self._signals.landed
+        pressure = self._pressure(kv)
         threshold = self._config.offload_free_blocks
         return lambda: observe(seen, kv, threshold, None if reading is None else reading.merged, **pressure)
 

@@ -83,6 +83,11 @@ class SignalReader:
             self._confidence.pop(slot, None)
             self._rho_bounds.pop(slot, None)
 
+    @property
+    def landed(self) -> Reading | None:
+        """The newest that were seen to have landed; asks the device nothing."""
+        return self._latest
+
     def latest(self, *, wait: bool = False) -> Reading | None:
         """The newest that have landed; the first time they are asked for now, so that there are some at all."""
         self._take_landed(wait)

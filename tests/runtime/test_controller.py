@@ -641,6 +641,14 @@ def test_explain_names_a_block_by_the_models_own_layer_number():
         runtime.explain(BlockId(2, 0, Projection.DOWN))
 
 
+def test_explain_asks_the_device_nothing_while_paused(monkeypatch):
+    """A fence or a copy from another thread would end a graph's capture."""
+    runtime = tiny_runtime(tiny_model(), 400)
+    monkeypatch.setattr(SignalReader, "refresh", lambda self, **_: pytest.fail("statistics were asked for"))
+    runtime.pause()
+    assert "bits committed" in runtime.explain(BlockId(4, 1, Projection.DOWN))
+
+
 def test_case_83_a_runtime_born_in_inference_mode_moves_pages_outside():
     with torch.inference_mode():
         model = tiny_model()
