@@ -8,6 +8,7 @@ import ipaddress
 import os
 import secrets
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,9 +17,13 @@ import typer
 from pagedweight.cli_common import fail, require_extras, size_option
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from pagedweight.serving.engine import Engine
 
 GRACE_SECONDS = 15  # for running requests when the server is stopped; a second Ctrl-C ends it at once
+# Of ours that vLLM's server takes too; its other options come after --.
+VLLM_TAKES = ("checkpoint", "vllm_options", "host", "port", "engine", "name")
 TokenFile = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, readable=True)]
 
 
@@ -34,6 +39,7 @@ class Batching(enum.StrEnum):
 
 
 def serve(
+    context: typer.Context,
     checkpoint: Annotated[Path, typer.Argument(help="Folder that quantize or save wrote.", file_okay=False)],
     vllm_options: Annotated[list[str] | None, typer.Argument(help="After --: options of vLLM's own server.")] = None,
     budget: Annotated[
@@ -44,7 +50,8 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     engine: Annotated[
-        EngineName, typer.Option(help="auto: vLLM where it and a GPU are, else transformers.")
+        EngineName,
+        typer.Option(help="auto: vLLM where it and a GPU are and no option asks for more, else transformers."),
     ] = EngineName.AUTO,
     batching: Annotated[
         Batching, typer.Option(help="off: one request after the other, with stop, seed and penalties.")
@@ -65,30 +72,42 @@ def serve(
 
     Without --admin-token-file a token is made up and printed. Stop with Ctrl-C.
     """
-    if engine is EngineName.VLLM or (engine is EngineName.AUTO and _vllm_serves()):
+    own = _options_beyond_vllm(context)
+    if engine is EngineName.VLLM and own:
+        raise fail(f"{', '.join(own)}: not with --engine vllm; give options of vLLM's own server after --")
+    if engine is EngineName.VLLM or (engine is EngineName.AUTO and not own and _vllm_serves()):
         _become_vllm(checkpoint, host, port, name or checkpoint.resolve().name, vllm_options or [])
     if vllm_options:
         raise fail(f"{' '.join(vllm_options)}: options after -- are for vLLM's server; add --engine vllm")
     require_extras("serve")
+    api_key, admin_token = _token(api_key_file, "--api-key-file"), _token(admin_token_file, "--admin-token-file")
     budget_bytes = None if budget is None else size_option("--budget", budget)
     body_bytes = size_option("--max-body", max_body)
-    api_key, admin_token = _token(api_key_file, "--api-key-file"), _token(admin_token_file, "--admin-token-file")
-    import uvicorn
-
     from pagedweight.serving.app import build_app
     from pagedweight.serving.limits import Limits
 
     loaded = _load(checkpoint, budget_bytes, device, dtype, trace, name, batching, batch_tokens)
+    if api_key is None and not _loopback(host):
+        typer.echo(f"warning: whoever reaches {host} can use the model; give --api-key-file", err=True)
     if admin_token is None:
         admin_token = secrets.token_urlsafe(24)
         typer.echo(f"admin token: {admin_token}", err=True)
-    if api_key is None and not _loopback(host):
-        typer.echo(f"warning: whoever reaches {host} can use the model; give --api-key-file", err=True)
     limits = Limits(body_bytes, max_requests, max_tokens, timeout)
     app = build_app(loaded, limits, admin_token=admin_token, api_key=api_key)
-    typer.echo(f"serving {loaded.name} at http://{host}:{port}", err=True)
+    _listen(app, loaded.name, host, port, 4 * max_requests)
+
+
+def _listen(app: FastAPI, name: str, host: str, port: int, connections: int) -> None:
+    """Until Ctrl-C or SIGTERM. connections: at once, those of idle clients included."""
+    import uvicorn
+
     manners = {"log_level": "warning", "timeout_keep_alive": 30, "timeout_graceful_shutdown": GRACE_SECONDS}
-    uvicorn.run(app, host=host, port=port, limit_concurrency=4 * max_requests, **manners)
+    settings = uvicorn.Config(app, host=host, port=port, limit_concurrency=connections, **manners)
+    listening = settings.bind_socket()  # before the address is told: port 0 is known only now
+    shown = f"[{host}]" if ":" in host else host
+    typer.echo(f"serving {name} at http://{shown}:{listening.getsockname()[1]}", err=True)
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(settings).run(sockets=[listening])
 
 
 def _load(
@@ -133,6 +152,13 @@ def _vllm_serves() -> bool:
     return torch.cuda.is_available()
 
 
+def _options_beyond_vllm(context: typer.Context) -> list[str]:
+    """The options given that vLLM's server would not hear of."""
+    ours = [parameter for parameter in context.command.params if parameter.name not in VLLM_TAKES]
+    given = [one for one in ours if context.get_parameter_source(one.name).name == "COMMANDLINE"]
+    return [one.opts[0] for one in given]
+
+
 def _become_vllm(checkpoint: Path, host: str, port: int, name: str, options: list[str]) -> None:
     """Replace this process by vLLM's own server, in which the plug-in serves the folder and adds to its /metrics."""
     require_extras("vllm")
@@ -146,10 +172,10 @@ def _become_vllm(checkpoint: Path, host: str, port: int, name: str, options: lis
 def _token(path: Path | None, option: str) -> str | None:
     if path is None:
         return None
-    token = path.read_text(encoding="utf-8").strip()
-    if len(token) < 16:
-        raise fail(f"{option} {path}: the token has {len(token)} characters; give at least 16")
-    return token
+    token = path.read_bytes().strip()
+    if len(token) < 16 or not all(0x21 <= byte <= 0x7E for byte in token):
+        raise fail(f"{option} {path}: {len(token)} bytes are no token; give at least 16 characters of ASCII, no blanks")
+    return token.decode("ascii")
 
 
 def _loopback(host: str) -> bool:

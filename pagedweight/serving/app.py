@@ -160,6 +160,7 @@ def _answer_errors(app: FastAPI) -> None:
     async def full(request: Request, reason: OutOfFrames) -> JSONResponse:
         return JSONResponse(error(str(reason), "out_of_memory"), 503, {"Retry-After": "1"})
 
-    @app.exception_handler(RuntimeError)
-    async def failed(request: Request, reason: RuntimeError) -> JSONResponse:
-        return JSONResponse(error(str(reason), "server_error"), 500)
+    @app.exception_handler(500)
+    async def failed(request: Request, reason: Exception) -> JSONResponse:
+        """Whatever else: the reason goes to the log, not to the client."""
+        return JSONResponse(error("the server failed; its log says why", "server_error"), 500)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -16,6 +17,7 @@ from pagedweight.demo.evaluation import cache_argument
 PAGE_TOKENS = 32  # of the KV cache of continuous batching
 NO_BUDGET_TOKENS = 2**16  # that it holds where the KV cache has memory of its own
 GREEDY_TOP_P = 1e-6  # only the likeliest token is left
+LEAST_TEMPERATURE = 0.01  # greedy below: logits over less overflow fp16, and one such row ends the whole batch's worker
 # Other than OpenAI's defaults, without which transformers makes no place for a request's own.
 BASE_TEMPERATURE, BASE_TOP_P = 0.7, 0.9
 
@@ -45,8 +47,8 @@ class Sampled:
     def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> GenerationConfig:
         config = super()._build_generation_config(body, *args, **kwargs)
         temperature = body.get("temperature", 1.0)
-        config.do_sample = temperature > 0
-        config.temperature, config.top_p = temperature or 1.0, body.get("top_p", 1.0)
+        config.do_sample = temperature >= LEAST_TEMPERATURE
+        config.temperature, config.top_p = temperature if config.do_sample else 1.0, body.get("top_p", 1.0)
         config.top_k = 0 if config.do_sample else None
         return config
 
@@ -172,11 +174,14 @@ class Engine:
         return min(known, budget_tokens(self.model))
 
     def prompt_tokens(self, body: dict[str, Any]) -> int:
-        """Tokens of a request's prompt, its chat template filled in. ValueError where the model has no template."""
+        """Tokens of a request's prompt, its chat template filled in. ValueError without a template that takes it."""
         if "prompt" in body:
             return len(self.tokenizer(body["prompt"])["input_ids"])
         messages = [{**message, "content": _text(message["content"])} for message in body["messages"]]
-        filled = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        try:
+            filled = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        except TemplateError as reason:
+            raise ValueError(f"the model's chat template does not take these messages: {reason}") from reason
         return len(filled["input_ids"])
 
     def close(self) -> None:

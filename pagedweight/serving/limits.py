@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from pagedweight.serving.metrics import Requests
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/models")  # as labels; whatever else is "other"
-LEFT = 499  # in the metrics: the client left before there was an answer
+LEFT, FAILED = 499, 500  # in the metrics: the client left before there was an answer; the application raised
+BODY_SECONDS = 30.0  # at most, for a body to arrive: whoever sends slowly keeps no place
 Scope, Message = dict[str, Any], dict[str, Any]
 Receive, Send = Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]
 
@@ -39,24 +40,34 @@ class Guard:
         if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
-        answer = Answer(send)
-        began = time.monotonic()
+        answer, began, otherwise = Answer(send), time.monotonic(), FAILED
+        try:
+            await self._placed(scope, receive, answer)
+            otherwise = LEFT
+        finally:
+            status = str(answer.status or otherwise)
+            self._requests.answered.labels(scope["path"] if scope["path"] in ENDPOINTS else "other", status).inc()
+            self._requests.seconds.observe(time.monotonic() - began)
+
+    async def _placed(self, scope: Scope, receive: Receive, answer: Answer) -> None:
         if self._running >= self._limits.requests:
             await answer.refuse(429, f"{self._running} requests are running; try again", "rate_limit_exceeded")
-        else:
-            self._running += 1
-            self._requests.running.inc()
-            try:
-                await self._within_limits(scope, receive, answer)
-            finally:
-                self._running -= 1
-                self._requests.running.dec()
-        status = str(answer.status or LEFT)
-        self._requests.answered.labels(scope["path"] if scope["path"] in ENDPOINTS else "other", status).inc()
-        self._requests.seconds.observe(time.monotonic() - began)
+            return
+        self._running += 1
+        self._requests.running.inc()
+        try:
+            await self._within_limits(scope, receive, answer)
+        finally:
+            self._running -= 1
+            self._requests.running.dec()
 
     async def _within_limits(self, scope: Scope, receive: Receive, answer: Answer) -> None:
-        body = await read_body(receive, self._limits.body_bytes)
+        try:
+            async with asyncio.timeout(min(BODY_SECONDS, self._limits.seconds)):
+                body = await read_body(receive, self._limits.body_bytes)
+        except TimeoutError:
+            await answer.refuse(408, "the body took too long to arrive; send it at once", "timeout")
+            return
         if body is None:
             await answer.refuse(413, f"the body has more than {self._limits.body_bytes} bytes", "request_too_large")
             return

@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -20,6 +21,7 @@ pytest.importorskip("prometheus_client", reason="needs the serve extra")
 from typer.testing import CliRunner
 
 import pagedweight
+from pagedweight import cli_serve
 from pagedweight.cli import app
 from pagedweight.cli_serve import _loopback
 from pagedweight.cli_top import read
@@ -48,12 +50,63 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(arguments: list[str], 
     assert "Traceback" not in done.output
 
 
-def test_a_short_token_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_token_is_refused(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("short\n")
+    (tmp_path / "binary").write_bytes(b"\xff" * 20)
+    (tmp_path / "spaced").write_text("sixteen and more characters")
     for option in ("--api-key-file", "--admin-token-file"):
-        done = RUNNER.invoke(app, ["serve", str(TINY), option, str(tmp_path / "token"), "--engine", "transformers"])
-        assert done.exit_code == 2
-        assert "at least 16" in done.stderr
+        for name in ("token", "binary", "spaced"):
+            done = RUNNER.invoke(app, ["serve", str(TINY), option, str(tmp_path / name), "--engine", "transformers"])
+            assert done.exit_code == 2
+            assert "at least 16" in done.stderr
+
+
+@pytest.fixture
+def vllm_started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Commands of vLLM's servers that would have been started; vLLM and a GPU count as there."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(cli_serve, "_vllm_serves", lambda: True)
+    monkeypatch.setattr(cli_serve, "require_extras", lambda *extras: None)
+
+    def replaced(path: str, command: list[str]) -> NoReturn:
+        started.append(command)
+        raise SystemExit
+
+    monkeypatch.setattr("os.execv", replaced)
+    return started
+
+
+def test_vllms_server_is_given_address_and_name(vllm_started: list[list[str]]) -> None:
+    RUNNER.invoke(app, ["serve", str(TINY), "--host", "::1", "--port", "9", "--name", "small", "--", "--seed", "1"])
+    assert vllm_started[0][-8:] == ["--host", "::1", "--port", "9", "--served-model-name", "small", "--seed", "1"]
+
+
+def test_what_vllms_server_would_not_hear_of_is_refused(tmp_path: Path, vllm_started: list[list[str]]) -> None:
+    """A key, above all: without it that server would answer whoever comes."""
+    (tmp_path / "key").write_text("the-key-of-all-users")
+    given = ["--budget", "1GiB", "--api-key-file", str(tmp_path / "key")]
+    done = RUNNER.invoke(app, ["serve", str(TINY), "--engine", "vllm", *given])
+    assert done.exit_code == 2
+    assert "--budget, --api-key-file: not with --engine vllm" in done.stderr
+    assert vllm_started == []
+
+
+def test_options_of_our_server_choose_it(vllm_started: list[list[str]]) -> None:
+    done = RUNNER.invoke(app, ["serve", str(TINY), "--dtype", "int3"])
+    assert "int3" in done.stderr  # its own refusal
+    assert vllm_started == []
+
+
+def test_a_free_port_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    uvicorn = pytest.importorskip("uvicorn", reason="needs the serve extra")
+    bound: list[int] = []
+    monkeypatch.setattr(
+        uvicorn.Server, "run", lambda server, sockets: bound.extend(one.getsockname()[1] for one in sockets)
+    )
+    done = RUNNER.invoke(app, ["serve", str(TINY), "--port", "0", "--engine", "transformers", "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    assert bound[0] != 0
+    assert f"http://127.0.0.1:{bound[0]}" in done.stderr
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")

@@ -124,7 +124,35 @@ def test_whoever_waits_for_the_client_to_leave_is_told() -> None:
         left = await receive()
         await send({"type": "http.response.body", "body": left["type"].encode()})
 
-    assert asyncio.run(ask(guarded(streaming), leaves_after=0.05))[0] == 200
+    assert asyncio.run(ask(guarded(streaming), leaves_after=0.05)) == (200, b"http.disconnect")
+
+
+def test_a_body_that_never_arrives_gives_its_place_back() -> None:
+    async def asked_twice() -> list[int]:
+        guard, sent = guarded(answering, requests=1, seconds=0.05), []
+
+        async def silent() -> dict[str, Any]:
+            await asyncio.sleep(60)
+            raise AssertionError("waited to the end")
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message.get("status", 0))
+
+        await asyncio.wait_for(guard({"type": "http", "path": "/v1/completions"}, silent, send), timeout=20)
+        return [sent[0], (await ask(guard))[0]]
+
+    assert asyncio.run(asked_twice()) == [408, 200]
+
+
+def test_a_failing_application_is_in_the_metrics() -> None:
+    async def failing(scope: Any, receive: Any, send: Any) -> None:
+        raise KeyError("down")
+
+    registry = CollectorRegistry()
+    with pytest.raises(KeyError):
+        asyncio.run(ask(Guard(failing, Limits(), Requests(registry))))
+    labels = {"endpoint": "/v1/completions", "status": "500"}
+    assert registry.get_sample_value("pagedweight_requests_total", labels) == 1
 
 
 def test_paths_of_a_clients_own_are_no_labels() -> None:

@@ -139,6 +139,39 @@ def test_errors_are_those_that_openais_client_knows(address: str) -> None:
         client(address).chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-38, 1e-3])
+def test_hardly_any_temperature_is_none(address: str, expected: str, temperature: float) -> None:
+    """Logits over such numbers are infinite, which would end the thread that batches, and everybody's requests."""
+    body = {"prompt": PROMPT, "max_tokens": 4, "temperature": temperature}
+    answer = httpx.post(f"{address}/v1/completions", json=body, timeout=100)
+    assert answer.status_code == 200, answer.text
+    assert expected.startswith(answer.json()["choices"][0]["text"])
+    assert httpx.get(f"{address}/health").status_code == 200
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{{ messages[0].none.none }}"])
+def test_what_a_chat_template_refuses_is_the_clients_to_mend(
+    address: str, running: Engine, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running.tokenizer, "chat_template", template)
+    answer = httpx.post(f"{address}/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
+    assert answer.status_code == 400, answer.text
+    assert "chat template does not take" in answer.json()["error"]["message"]
+
+
+def test_a_failure_inside_is_told_as_json_without_its_reason(
+    address: str, running: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(body: dict) -> int:
+        raise KeyError("a secret of the server")
+
+    monkeypatch.setattr(running, "prompt_tokens", failing)
+    answer = httpx.post(f"{address}/v1/completions", json={"prompt": "x"})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "server_error"
+    assert "secret" not in answer.text
+
+
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
