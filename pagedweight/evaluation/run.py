@@ -56,18 +56,32 @@ class Plan(NamedTuple):
         """What its figures depend on, but for methods and budgets: those may be added by a later run."""
         return {
             "checkpoint": self.checkpoint.name,
-            "pages": digest_of(self.checkpoint / FOLDER),
+            "pages": digest_of(said_of_pages(self.checkpoint / FOLDER)),
             "reference": None if self.reference is None else Path(self.reference).name,
             "tasks": {name: path.name for name, path in self.tasks.items()},
+            "texts": {name: digest_of([path]) for name, path in self.tasks.items()},
             **self.size._asdict(),
             "dtype": self.on["dtype"],
         }
 
+    def check(self) -> None:
+        """ValueError for a method that there is none of, or a task without its file."""
+        unknown = sorted(set(self.methods) - METHODS.keys())
+        if unknown:
+            raise ValueError(f"no method is called {unknown[0]!r}; choose from {', '.join(METHODS)}")
+        for name, path in self.tasks.items():
+            if not path.is_file():
+                raise ValueError(f"task {name}: {path} is not a file")
 
-def digest_of(folder: Path) -> str:
-    """Of what a checkpoint says of its pages, their checksums included, and of its policy."""
+
+def said_of_pages(folder: Path) -> list[Path]:
+    """Where a checkpoint says of its pages what they are, their checksums included, and its policy."""
+    return sorted(folder.glob("*.json")) + sorted(folder.glob("policy.*"))
+
+
+def digest_of(paths: Sequence[Path]) -> str:
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.json")) + sorted(folder.glob("policy.*")):
+    for path in paths:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -97,9 +111,7 @@ def evaluate(plan: Plan, out: Path, progress: Progress = lambda step, done, tota
 
     ValueError for files, names and budgets that will not do, before any model is loaded where that can be told.
     """
-    unknown = sorted(set(plan.methods) - METHODS.keys())
-    if unknown:
-        raise ValueError(f"no method is called {unknown[0]!r}; choose from {', '.join(METHODS)}")
+    plan.check()
     record = Record(out, plan.settings(), plan.on["device_map"])
     tasks = read_tasks(plan)
     references = take_references(plan, tasks, record, progress)
@@ -120,9 +132,6 @@ def evaluate(plan: Plan, out: Path, progress: Progress = lambda step, done, tota
 def read_tasks(plan: Plan) -> dict[str, Items]:
     from transformers import AutoTokenizer
 
-    for name, path in plan.tasks.items():
-        if not path.is_file():
-            raise ValueError(f"task {name}: {path} is not a file")
     tokenizer = AutoTokenizer.from_pretrained(plan.checkpoint)
 
     def encode(text: str) -> Sequence[int]:
@@ -181,7 +190,13 @@ def evaluate_harness(
 
     from pagedweight.evaluation.harness import run_harness
 
+    plan.check()
     record = Record(out, plan.settings(), plan.on["device_map"])
+    if record.content.setdefault("harness_limit", limit) != limit:
+        raise ValueError(
+            f"{out} has harness scores of another --harness-limit ({record.content['harness_limit']}); write to "
+            "another file, or remove it"
+        )
     tokenizer = AutoTokenizer.from_pretrained(plan.checkpoint)
     patched = Patched(load(plan.checkpoint, **plan.on).eval())
     wanted = [(method, budget) for method in plan.methods for budget in plan.budgets]

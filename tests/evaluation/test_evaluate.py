@@ -14,9 +14,11 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 
+from pagedweight import cli_eval
 from pagedweight.checkpoint import Checkpoint
 from pagedweight.cli import app
 from pagedweight.demo.run import CHECKPOINT
+from pagedweight.evaluation.run import Plan
 
 RUNNER = CliRunner()
 BUDGETS = ("3", "3.5")
@@ -112,6 +114,20 @@ def test_nor_is_one_of_another_policy(arguments: list[object], measured: Path, t
     assert "was measured with other settings (pages)" in result.stderr
 
 
+def test_nor_is_one_of_another_text_of_the_same_name(arguments: list[object], measured: Path, tmp_path: Path) -> None:
+    swapped = []
+    for argument in map(str, arguments):
+        name, _, path = argument.rpartition("=")
+        if name.startswith("--task"):
+            other = tmp_path / Path(path).name
+            other.write_text(Path(path).read_text() + "\n")
+            argument = f"{name}={other}"
+        swapped.append(argument)
+    result = run(*swapped, "--out", measured)
+    assert result.exit_code == 2
+    assert "was measured with other settings (texts)" in result.stderr
+
+
 def test_bytes_are_a_budget_too(tasks: list[str], tmp_path: Path) -> None:
     sizes = Checkpoint.open(CHECKPOINT).layout
     result = run(
@@ -139,6 +155,28 @@ def test_what_cannot_be_measured_is_refused(tasks: list[str], tmp_path: Path, mo
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
     assert not (tmp_path / "refused.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("kept", "more", "message"),
+    [
+        (None, ["--method", "best"], "no method is called 'best'"),
+        (5, ["--harness-limit", "6"], "of another --harness-limit (5)"),
+        (5, [], "of another --harness-limit (5)"),
+    ],
+)
+def test_what_the_harness_cannot_go_on_with_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int | None, more: list[str], message: str
+) -> None:
+    monkeypatch.setattr(cli_eval, "require_extras", lambda *extras: None)
+    plan = Plan(CHECKPOINT, {}, (), (), device="cpu")
+    if kept is not None:
+        stored = {"settings": plan.settings(), "harness_limit": kept, "cells": {}}
+        (tmp_path / "kept.json").write_text(json.dumps(stored))
+    wanted = ["--harness", "sea", "--device", "cpu", "--out", tmp_path / "kept.json"]
+    result = run(CHECKPOINT, *wanted, *more)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
 
 
 def test_the_harness_is_asked_for_by_its_extra_where_it_is_missing(
