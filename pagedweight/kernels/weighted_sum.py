@@ -25,7 +25,7 @@ def weighted_sum_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     for choice in tl.static_range(CHOICES):
-        expert = tl.load(ids_ptr + token * stride_it + choice * stride_ia).to(tl.int32)
+        expert = tl.load(ids_ptr + token * stride_it + choice * stride_ia)
         expert = tl.where(column < HIDDEN, expert, -1)
         routed = (expert >= 0) & (expert < EXPERTS)
         weight = tl.load(weights_ptr + token * stride_wt + choice * stride_wa).to(tl.float32)

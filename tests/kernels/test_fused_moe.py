@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pagedweight.kernels.fused_moe import launch_fused_moe
 from pagedweight.kernels.launch import LaunchConfig, choose
 from pagedweight.kernels.ops import fused_moe
+from pagedweight.kernels.weighted_sum import launch_weighted_sum
 from pagedweight.layout import ACTIVATIONS, CODEBOOKS, LIMITED, UNGATED, RoutingStats
 from tests.support import (
     DEVICE,
@@ -87,6 +88,14 @@ def test_kernel_equals_twin(layer, data):
     assert torch.equal(kernel.stats.counts, twin.stats.counts)
     torch.testing.assert_close(kernel.stats.mass, twin.stats.mass)
     assert_close(kernel.stats.features, twin.stats.features, dtype)
+
+
+def test_an_id_that_is_an_experts_only_in_32_bits_is_none():
+    y, out = torch.randn(2, 20, device=DEVICE), torch.empty(1, 20, device=DEVICE)
+    y[1] = torch.nan  # nobody has written it
+    ids = torch.tensor([[0, 2**32 + 1]], device=DEVICE)
+    launch_weighted_sum(y, ids, torch.ones(1, 2, device=DEVICE), out, experts=4)
+    torch.testing.assert_close(out, y[:1])
 
 
 @given(st.data())
