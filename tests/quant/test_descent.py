@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pagedweight.quant import descent
-from pagedweight.quant.descent import Sweep, launch_move_columns, move_columns_reference
+from pagedweight.quant import descent_kernel
+from pagedweight.quant.descent import Sweep, move_columns_reference
+from pagedweight.quant.descent_kernel import launch_move_columns
 from tests.quant.test_refine import correlated_moment
 
 WIDTHS, PARENT = (2, 3, 5), 5
@@ -42,8 +43,8 @@ def test_the_kernel_moves_codes_as_its_twin_does(columns: int, moments: int) -> 
     before = loss(moved)
     for first in range(0, columns, 32):
         last = min(first + 32, columns)
-        for one, move in ((moved, launch_move_columns), (wanted, move_columns_reference)):
-            move(one, one.errors @ one.moment[:, :, first:last], first)
+        launch_move_columns(*moved, moved.errors @ moved.moment[:, :, first:last], first)
+        move_columns_reference(wanted, wanted.errors @ wanted.moment[:, :, first:last], first)
     assert loss(moved) < 0.8 * before
     assert (moved.codes == wanted.codes).float().mean() > 0.98
     torch.testing.assert_close(loss(moved), loss(wanted), rtol=1e-3, atol=0)
@@ -62,7 +63,7 @@ def test_the_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pytest
         current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(descent, "launch_move_columns", lambda *_: launched_on.append(current[-1]))
+    monkeypatch.setattr(descent_kernel, "launch_move_columns", lambda *_: launched_on.append(current[-1]))
     elsewhere = SimpleNamespace(is_cuda=True, device="cuda:1")
     sweep(1, 2, 4, 1)._replace(weight=elsewhere).move(0, 4)
     assert launched_on == ["cuda:1"]
