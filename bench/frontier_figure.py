@@ -7,15 +7,13 @@ Reads what bench/policies.py wrote, and writes a PNG and an SVG.
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bench.figures import write_figure
 from bench.policies_plans import FULL, UNIFORM
 from bench.policies_report import window_kl
 from bench.quality_parts import bootstrap, bootstrap_ratio
@@ -79,15 +77,5 @@ def _ratios(axis: Axes, record: dict[str, Any]) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("records", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, required=True, help="path without suffix")
-    arguments = parser.parse_args()
-    figure = draw([json.loads(path.read_text(encoding="utf-8")) for path in arguments.records])
-    for suffix in (".png", ".svg"):
-        figure.savefig(arguments.out.with_suffix(suffix))
-
-
 if __name__ == "__main__":
-    main()
+    write_figure(__doc__, draw)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +18,7 @@ from pagedweight.calibration.statistics import Statistics
 from pagedweight.calibration.text import Windows, in_turn, read_documents, token_windows
 from pagedweight.calibration.tuning import tune_tables
 from pagedweight.discovery import ExpertsModule, find_experts
+from pagedweight.evaluation import record
 from pagedweight.layout import BlockId, Layout, PackedBlock, Projection
 from pagedweight.quant.levels import Settings, quantize_experts
 
@@ -121,11 +120,7 @@ def settings_of(arguments: argparse.Namespace, folder: Path) -> dict[str, object
 
 def command(module: str) -> str:
     """The command of this run, without the folders of absolute paths."""
-    words = []
-    for word in sys.argv[1:]:
-        name, separator, path = word.rpartition("=")
-        words.append(name + separator + Path(path).name if Path(path).is_absolute() else word)
-    return f"python -m {module} {shlex.join(words)}"
+    return record.command(f"python -m {module}")
 
 
 def machine(device: str) -> str:

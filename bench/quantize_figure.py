@@ -7,22 +7,22 @@ Reads what bench/quantize.py recorded, and writes a PNG and an SVG.
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from bench.figures import write_figure
+
 INK = "#333333"
 COLOURS = {"device": "#1b6ca8", "host": "#e8862e"}
 LIMIT_LAYERS = 3.0  # what the device may hold at most
 
 
-def draw(rows: list[dict[str, Any]]) -> Figure:
+def draw(records: list[dict[str, Any]]) -> Figure:
     """One panel a measured row."""
+    rows = [row for record in records for row in record["rows"]]
     figure = Figure(figsize=(4.2 * len(rows), 3.2), dpi=120, layout="constrained")
     axes = figure.subplots(1, len(rows), squeeze=False)[0]
     for row, axis in zip(rows, axes, strict=True):
@@ -47,16 +47,5 @@ def _curves(axis: Axes, row: dict[str, Any]) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("records", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, required=True, help="path without suffix")
-    arguments = parser.parse_args()
-    documents = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.records]
-    figure = draw([row for document in documents for row in document["rows"]])
-    for suffix in (".png", ".svg"):
-        figure.savefig(arguments.out.with_suffix(suffix))
-
-
 if __name__ == "__main__":
-    main()
+    write_figure(__doc__, draw)

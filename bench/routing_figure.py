@@ -7,14 +7,13 @@ Reads the routing mass (Eq. 1) that bench/quality.py recorded, and writes a PNG 
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from bench.figures import write_figure
 
 INK = "#333333"
 COLOURS = ("#1b6ca8", "#e8862e", "#7a7a7a")
@@ -60,15 +59,5 @@ def _bars(axis: Axes, mass: dict[str, np.ndarray]) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("records", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, required=True, help="path without suffix")
-    arguments = parser.parse_args()
-    figure = draw([json.loads(path.read_text(encoding="utf-8")) for path in arguments.records])
-    for suffix in (".png", ".svg"):
-        figure.savefig(arguments.out.with_suffix(suffix))
-
-
 if __name__ == "__main__":
-    main()
+    write_figure(__doc__, draw)

@@ -463,6 +463,19 @@ def test_pauses_nest():
     assert (runtime.snapshot().bits < 6).any()
 
 
+class HeldReading:
+    """Says that there are blocks enough; once `short`, that there are none, and only when it may go on."""
+
+    def __init__(self) -> None:
+        self.short, self.reading, self.go_on = False, threading.Event(), threading.Event()
+
+    def __call__(self) -> KVState:
+        if self.short:
+            self.reading.set()
+            assert self.go_on.wait(10)
+        return KVState(0 if self.short else 1000, BLOCK_FRAMES * FRAME_BYTES)
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -491,23 +504,16 @@ def test_pauses_nest():
 def test_what_another_thread_asks_for_waits_for_the_boundary_on_its_way(call):
     """Each of these reads or changes the page table, or the statistics on their way."""
     model = tiny_model()
-    slow, reading, go_on = [False], threading.Event(), threading.Event()
-
-    def read() -> KVState:
-        if slow[0]:
-            reading.set()
-            assert go_on.wait(10)
-        return KVState(0 if slow[0] else 1000, BLOCK_FRAMES * FRAME_BYTES)
-
-    runtime = tiny_runtime(model, 400, gauge=CallableGauge(read))
-    slow[0] = True
+    gauge = HeldReading()
+    runtime = tiny_runtime(model, 400, gauge=CallableGauge(gauge))
+    gauge.short = True
     boundary, asking = threading.Thread(target=runtime.boundary), threading.Thread(target=call, args=(runtime,))
     boundary.start()
-    assert reading.wait(10)
+    assert gauge.reading.wait(10)
     asking.start()
     asking.join(0.05)
     assert asking.is_alive()
-    go_on.set()
+    gauge.go_on.set()
     boundary.join(10)
     asking.join(10)
     assert not asking.is_alive()
@@ -694,23 +700,16 @@ def test_close_finishes_what_is_in_flight():
 
 def test_close_waits_for_a_boundary_on_another_thread_and_finishes_what_it_began():
     model = tiny_model()
-    slow, reading, go_on = [False], threading.Event(), threading.Event()
-
-    def read() -> KVState:
-        if slow[0]:
-            reading.set()
-            assert go_on.wait(10)
-        return KVState(0 if slow[0] else 1000, BLOCK_FRAMES * FRAME_BYTES)
-
-    runtime = tiny_runtime(model, 400, gauge=CallableGauge(read), engine=CrankedEngine)
-    slow[0] = True
+    gauge = HeldReading()
+    runtime = tiny_runtime(model, 400, gauge=CallableGauge(gauge), engine=CrankedEngine)
+    gauge.short = True
     boundary = threading.Thread(target=runtime.boundary)
     boundary.start()
-    assert reading.wait(10)
+    assert gauge.reading.wait(10)
     closing = threading.Thread(target=runtime.close)
     closing.start()
     closing.join(0.2)
-    go_on.set()
+    gauge.go_on.set()
     boundary.join(10)
     closing.join(10)
     assert runtime.snapshot().moves.lowered_rows > 0
