@@ -33,6 +33,8 @@ from pagedweight.patching_quantize import quantized_blocks
 from pagedweight.quant.levels import LEVELS, Settings
 
 WIDTHS = (2, 3, 4, 5, 6)
+# Of the weights' energy, at 6 bits; best moves codes for 2 to 4 bits and gives some of 6 up.
+LARGEST_ERROR = {"fast": 0.003, "balanced": 0.003, "best": 0.01}
 # Shape of a layer, number of layers, (level, limit in seconds for all layers or for one).
 MODELS = {
     "Qwen1.5-MoE": (MoeLayer(0, 60, 2048, 1408), 24, {"fast": 180.0, "balanced": 360.0}),
@@ -80,7 +82,7 @@ def measure_layers(shape: MoeLayer, layers: int, level: str, device: str, budget
             made = list(quantized_blocks(shape, weights, settings, stakes=stakes))
             seconds += clock(device) - began
             done += 1
-    check(weights, made)
+    check(weights, made, level)
     return {
         "level": level,
         "layers": layers,
@@ -98,7 +100,7 @@ def layer_bytes(shape: MoeLayer) -> int:
     return 2 * sum(shape.experts * n * k for n, k in map(shape.shape, Projection))
 
 
-def check(weights: tuple[torch.Tensor, torch.Tensor], made: list) -> None:
+def check(weights: tuple[torch.Tensor, torch.Tensor], made: list, level: str) -> None:
     """The last layer's errors fall with every bit, from about an eighth of a Gaussian's energy at 2 bits."""
     for one in made[:4]:
         weight = weights[one.block.projection][one.block.expert].float().cpu()
@@ -107,7 +109,7 @@ def check(weights: tuple[torch.Tensor, torch.Tensor], made: list) -> None:
         ]
         assert errors == sorted(errors, reverse=True), errors
         assert errors[0] < 0.2, errors
-        assert errors[-1] < 0.01, errors  # codes that are moved for the lower widths give some of this one up
+        assert errors[-1] < LARGEST_ERROR[level], errors
 
 
 def reset_peak(device: str) -> None:
