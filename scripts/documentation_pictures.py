@@ -18,12 +18,12 @@ from pathlib import Path
 from rich.console import Console
 from selenium import webdriver
 
-from pagedweight.cli_heat import save_picture
-from pagedweight.cli_inspect import show
-from pagedweight.cli_inspect_facts import facts_of
-from pagedweight.cli_inspect_picture import draw_sensitivity
-from pagedweight.cli_report_page import page
-from pagedweight.cli_report_run import read_run
+from pagedweight.cli.heat import save_picture
+from pagedweight.cli.inspect import show
+from pagedweight.cli.inspect_facts import facts_of
+from pagedweight.cli.inspect_picture import draw_sensitivity
+from pagedweight.cli.report_page import page
+from pagedweight.cli.report_run import read_run
 
 DOCS = Path(__file__).parents[1] / "docs"
 COLUMNS = 100

@@ -34,6 +34,7 @@ LAYER = {
     "serving": 6,
     "evaluation": 6,
     "cli": 6,
+    "__main__": 6,
     "": 6,  # pagedweight/__init__.py
 }
 APART = {"quant", "kernels", "runtime"}

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-from pagedweight.cli import app
+from pagedweight.cli.main import app
 from pagedweight.demo.evaluation import WINDOW_TOKENS, HeldOut, Meter
 from pagedweight.demo.run import ASSETS, CHECKPOINT
 from pagedweight.demo.timeline import Phase, Sample, thinned

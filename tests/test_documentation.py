@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 
-from pagedweight.cli import app
+from pagedweight.cli.main import app
 
 ROOT = Path(__file__).parents[1]
 

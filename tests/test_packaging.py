@@ -46,7 +46,7 @@ def check_wheel(path: Path) -> None:
 
 
 def test_every_extra_that_a_command_asks_for_is_there() -> None:
-    from pagedweight.cli_common import EXTRA_MODULES
+    from pagedweight.cli.common import EXTRA_MODULES
 
     assert set(EXTRA_MODULES) <= set(PROJECT["optional-dependencies"])
 

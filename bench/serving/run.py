@@ -25,7 +25,7 @@ import torch
 import transformers
 
 import pagedweight
-from pagedweight.cli_top import read
+from pagedweight.cli.top import read
 
 TINY = Path(pagedweight.__file__).parent / "assets/tiny-qwen2-moe"
 CLIENTS = Path(__file__).with_name("locustfile.py")
@@ -40,7 +40,7 @@ def free_port() -> int:
 
 def start(budget: str, port: int, device: str) -> subprocess.Popen:
     """A server that answers; RuntimeError when it does not within START_SECONDS."""
-    command = [sys.executable, "-c", "from pagedweight.cli import main; main()", "serve", str(TINY)]
+    command = [sys.executable, "-m", "pagedweight", "serve", str(TINY)]
     options = ["--budget", budget, "--port", str(port), "--device", device]
     server = subprocess.Popen([*command, *options, *(["--dtype", "float32"] if device == "cpu" else [])])
     for _ in range(START_SECONDS):

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import pagedweight
 from pagedweight.bitplane import table_values
 from pagedweight.checkpoint import Checkpoint
-from pagedweight.cli import app
+from pagedweight.cli.main import app
 from pagedweight.saving_convert import convert
 from tests.hf_models import mixtral_m8, tokens
 

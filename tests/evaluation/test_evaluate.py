@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 
-from pagedweight import cli_eval
 from pagedweight.checkpoint import Checkpoint
-from pagedweight.cli import app
+from pagedweight.cli import eval as cli_eval
+from pagedweight.cli.main import app
 from pagedweight.demo.run import CHECKPOINT
 from pagedweight.evaluation.run import Plan
 

@@ -21,11 +21,11 @@ pytest.importorskip("prometheus_client", reason="needs the serve extra")
 from typer.testing import CliRunner
 
 import pagedweight
-from pagedweight import cli_serve
-from pagedweight.cli import app
-from pagedweight.cli_serve import _loopback
-from pagedweight.cli_top import read
-from pagedweight.cli_top_reading import Reading
+from pagedweight.cli import serve as cli_serve
+from pagedweight.cli.main import app
+from pagedweight.cli.serve import _loopback
+from pagedweight.cli.top import read
+from pagedweight.cli.top_reading import Reading
 
 TINY = Path(pagedweight.__file__).parent / "assets/tiny-qwen2-moe"
 RUNNER = CliRunner()
@@ -131,7 +131,7 @@ def test_vllms_own_server_takes_its_place() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", "from pagedweight.cli import main; main()", "serve", str(TINY)]
+    command = [sys.executable, "-m", "pagedweight", "serve", str(TINY)]
     small = ["--dtype", "float32", "--max-model-len", "64", "--enforce-eager", "--max-num-seqs", "2"]
     blocks = ["--block-size", "32", "--num-gpu-blocks-override", "64"]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 import pagedweight
 from pagedweight.checkpoint import FOLDER
-from pagedweight.cli import app
-from pagedweight.cli_dry_run import dry_run
-from pagedweight.cli_report_run import Run, read_run, thinned
+from pagedweight.cli.dry_run import dry_run
+from pagedweight.cli.main import app
+from pagedweight.cli.report_run import Run, read_run, thinned
 from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
 from pagedweight.runtime.kv import KVState
@@ -97,7 +97,7 @@ def test_a_cache_of_its_own_is_left_out(trace: Path) -> None:
     head, *steps = trace.read_text(encoding="utf-8").splitlines()
     apart = json.dumps({**json.loads(head), "arena_bytes": None})
     assert read_run([apart, *steps]).kv_bytes is None
-    from pagedweight.cli_report_page import draw
+    from pagedweight.cli.report_page import draw
 
     names = {curve.name for curve in draw(read_run([apart, *steps])).data}
     assert "expert weights" in names

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagedweight.cli_common import fail, require_extras
+from pagedweight.cli.common import fail, require_extras
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +36,7 @@ def bench(
     import torch
 
     import pagedweight
-    from pagedweight.cli_bars import bars
+    from pagedweight.cli.bars import bars
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     batches = batch or [1]

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 
-from pagedweight.cli import app
+from pagedweight.cli.main import app
 from tests.hf_models import quantized_folder
 
 RUNNER = CliRunner()

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagedweight.cli_common import fail, require_extras
+from pagedweight.cli.common import fail, require_extras
 
 if TYPE_CHECKING:
-    from pagedweight.cli_top_reading import Reading
+    from pagedweight.cli.top_reading import Reading
 
 ANSWER_SECONDS = 10.0
 PICTURE_COLUMNS = 100
@@ -53,7 +53,7 @@ def top(
 
 def read(address: str) -> Reading:
     """One reading now. OSError when nobody answers, ValueError when what answers has no paged experts."""
-    from pagedweight.cli_top_reading import parse
+    from pagedweight.cli.top_reading import parse
 
     with urllib.request.urlopen(f"{address.rstrip('/')}/metrics", timeout=ANSWER_SECONDS) as answer:
         text = answer.read().decode()
@@ -85,7 +85,7 @@ def _show(address: str, readings: Iterable[Reading | str]) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from pagedweight.cli_top_view import View
+    from pagedweight.cli.top_view import View
 
     console = Console()
     view = View(address, console)
@@ -99,8 +99,8 @@ def _draw(address: str, readings: Iterable[Reading | str], picture: Path) -> Non
     """The screen after the last reading, as a picture."""
     from rich.console import Console
 
-    from pagedweight.cli_heat import save_picture
-    from pagedweight.cli_top_view import View
+    from pagedweight.cli.heat import save_picture
+    from pagedweight.cli.top_view import View
 
     console = Console(
         record=True, width=PICTURE_COLUMNS, force_terminal=True, color_system="truecolor", file=StringIO()

@@ -13,7 +13,7 @@ from pagedweight.layout import Projection
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from pagedweight.cli_inspect_facts import Facts
+    from pagedweight.cli.inspect_facts import Facts
 
 INK = "#333333"
 LARGEST_SHARE = 3.0  # of an equal share, at the dark end of the map

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagedweight.cli_common import fail, require_extras
+from pagedweight.cli.common import fail, require_extras
 
 if TYPE_CHECKING:
     from pagedweight.layout import Layout
@@ -50,7 +50,7 @@ def quantize(
     if keep_statistics and not data:
         raise fail("--keep-statistics keeps what --data gives; add --data")
     from pagedweight.calibration.stored import load_statistics
-    from pagedweight.cli_bars import bars, noted_warnings
+    from pagedweight.cli.bars import bars, noted_warnings
     from pagedweight.quantizing import quantize as run
 
     began = time.monotonic()
@@ -100,7 +100,7 @@ def calibrate(
         raise fail("calibrate needs text; give --data FILE")
     from pagedweight.calibration.pipeline import Options
     from pagedweight.calibration.pipeline import calibrate as run
-    from pagedweight.cli_bars import bars, noted_warnings
+    from pagedweight.cli.bars import bars, noted_warnings
 
     began = time.monotonic()
     options = Options(method=method, heads=heads, search_windows=search_windows, seed=seed)
@@ -128,7 +128,7 @@ def convert(
     as_json: JsonOption = False,
 ) -> None:
     """Write a quantized folder again with 16-bit tables at some widths; every value stays what it is."""
-    from pagedweight.cli_bars import bars
+    from pagedweight.cli.bars import bars
     from pagedweight.saving_convert import convert as run
 
     began = time.monotonic()

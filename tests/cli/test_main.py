@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import pagedweight
-from pagedweight.cli import app
-from pagedweight.cli_common import UNIT_BYTES, parse_bytes
+from pagedweight.cli.common import UNIT_BYTES, parse_bytes
+from pagedweight.cli.main import app
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 RUNNER = CliRunner()
 
@@ -80,7 +80,7 @@ def test_a_size_is_read_or_refused_in_one_sentence(text: str) -> None:
 
 @pytest.mark.parametrize(("module", "extra"), [("transformers", "hf"), ("matplotlib", "plots")])
 def test_a_missing_extra_is_one_sentence(module: str, extra: str) -> None:
-    done = python(f"import sys; sys.modules[{module!r}] = None; from pagedweight.cli import main; main(['demo'])")
+    done = python(f"import sys; sys.modules[{module!r}] = None; from pagedweight.cli.main import main; main(['demo'])")
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1
     assert module in done.stderr
@@ -117,7 +117,7 @@ def test_case_118_without_triton_everything_but_the_gpu_kernels_works() -> None:
         "import sys; sys.modules['triton'] = None\n"
         "import torch, pagedweight\n"
         "from typer.testing import CliRunner\n"
-        "from pagedweight.cli import app\n"
+        "from pagedweight.cli.main import app\n"
         "from tests.hf_models import mixtral_m8\n"
         "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
         "model = pagedweight.patch(mixtral_m8(num_hidden_layers=1))\n"
@@ -139,8 +139,8 @@ def test_help_says_the_exit_codes() -> None:
 
 
 def test_interrupted_leaves_with_130() -> None:
-    interrupted = "def stop(*a, **k): raise KeyboardInterrupt\nimport pagedweight.cli_doctor as d\nd.look = stop\n"
-    done = python(interrupted + "from pagedweight.cli import main\nmain(['doctor'])")
+    interrupted = "def stop(*a, **k): raise KeyboardInterrupt\nimport pagedweight.cli.doctor as d\nd.look = stop\n"
+    done = python(interrupted + "from pagedweight.cli.main import main\nmain(['doctor'])")
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
 

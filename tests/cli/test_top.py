@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.text import Text
 from typer.testing import CliRunner
 
-from pagedweight.cli import app
-from pagedweight.cli_top_reading import Reading, parse
-from pagedweight.cli_top_view import MOST_ROWS, View
+from pagedweight.cli.main import app
+from pagedweight.cli.top_reading import Reading, parse
+from pagedweight.cli.top_view import MOST_ROWS, View
 
 RUNNER = CliRunner()
 MIB = 2**20

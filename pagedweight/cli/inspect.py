@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagedweight.cli_common import fail, require_extras
+from pagedweight.cli.common import fail, require_extras
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from pagedweight.cli_inspect_facts import Facts, LayerFacts
+    from pagedweight.cli.inspect_facts import Facts, LayerFacts
 
 MIB = 2**20
 COLD_NAMED = 8
@@ -34,7 +34,7 @@ def inspect(
     if picture:
         require_extras("plots")
     from pagedweight.checkpoint import CheckpointError
-    from pagedweight.cli_inspect_facts import facts_of
+    from pagedweight.cli.inspect_facts import facts_of
 
     try:
         facts = facts_of(checkpoint, verify=verify)
@@ -51,7 +51,7 @@ def inspect(
 
 
 def _draw(facts: Facts, paths: list[Path]) -> None:
-    from pagedweight.cli_inspect_picture import draw_sensitivity
+    from pagedweight.cli.inspect_picture import draw_sensitivity
 
     figure = draw_sensitivity(facts)
     for path in paths:
@@ -89,7 +89,7 @@ def _show_map(facts: Facts, console: Console) -> None:
     """A row of colour for each layer: experts from the most to the least sensitive at the floor width."""
     from rich.text import Text
 
-    from pagedweight.cli_heat import cells, legend
+    from pagedweight.cli.heat import cells, legend
 
     floor = [layer.sensitivity[:, :, 0].sum(axis=1) for layer in facts.layers]
     ends = min(float(s.min()) for s in floor), max(float(s.max()) for s in floor)

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 import pagedweight
-from pagedweight.cli_common import require_extras
-from pagedweight.cli_doctor_checks import BAD, GOOD, NOTE, Check, judge, look
+from pagedweight.cli.common import require_extras
+from pagedweight.cli.doctor_checks import BAD, GOOD, NOTE, Check, judge, look
 
 STYLE = {GOOD: "green", NOTE: "yellow", BAD: "red"}
 LARGEST_ERROR = 2e-2  # of fp16 logits, relative to the largest; fp32 on the CPU is compared with

@@ -12,7 +12,7 @@ import numpy as np
 
 from pagedweight.calibration.pipeline import REPORT
 from pagedweight.checkpoint import FOLDER, Checkpoint
-from pagedweight.cli_quantize import bytes_by_width
+from pagedweight.cli.quantize import bytes_by_width
 from pagedweight.layout import Layout, MoeLayer, Projection, table_bytes
 from pagedweight.patching import policy_of
 from pagedweight.patching_sizes import resident_bytes

@@ -9,8 +9,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from pagedweight.cli_heat import BESIDE, cells, legend
-from pagedweight.cli_top_reading import Reading
+from pagedweight.cli.heat import BESIDE, cells, legend
+from pagedweight.cli.top_reading import Reading
 
 MIB = 2**20
 COLOURS = ("#1b6ca8", "#7fb2d9", "#e8862e", "grey50")

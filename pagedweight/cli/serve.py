@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagedweight.cli_common import fail, require_extras, size_option
+from pagedweight.cli.common import fail, require_extras, size_option
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

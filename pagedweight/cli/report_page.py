@@ -9,7 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from pagedweight.cli_report_run import Run
+from pagedweight.cli.report_run import Run
 
 MIB = 2**20
 FIGURE = "run"

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import pagedweight
 from pagedweight.checkpoint import Checkpoint
-from pagedweight.cli import app
-from pagedweight.cli_quantize import bytes_by_width
+from pagedweight.cli.main import app
+from pagedweight.cli.quantize import bytes_by_width
 from pagedweight.policy import Policy
 from tests.hf_models import COMMON, mixtral_m8
 

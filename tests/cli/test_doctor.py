@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from pagedweight.cli import app
-from pagedweight.cli_doctor_checks import BAD, GOOD, NOTE, Gpu, Machine, judge, look, numbers
+from pagedweight.cli.doctor_checks import BAD, GOOD, NOTE, Gpu, Machine, judge, look, numbers
+from pagedweight.cli.main import app
 
 RUNNER = CliRunner()
 VERSIONS = {"torch": "2.11.0+cu130", "triton": "3.6.0", "numpy": "2.1.0", "scipy": "1.15", "safetensors": "0.6"}
@@ -86,7 +86,7 @@ def test_this_machine_is_looked_at() -> None:
 
 
 def test_the_table_names_every_check_and_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagedweight.cli_doctor.look", lambda: with_packages(torch="2.7.1"))
+    monkeypatch.setattr("pagedweight.cli.doctor.look", lambda: with_packages(torch="2.7.1"))
     result = RUNNER.invoke(app, ["doctor"])
     assert result.exit_code == 1
     for word in ("torch", "2.7.1", "too old", "NVIDIA H200", "1 to change"):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pagedweight.cli_common import fail, require_extras
+from pagedweight.cli.common import fail, require_extras
 
 POINTS = 2000  # steps that a page shows apart; beyond, neighbours are drawn as one
 
@@ -21,8 +21,8 @@ def report(
 ) -> None:
     """Draw a run: memory, bits layer by layer and moves over time, as one HTML file that needs nothing else."""
     require_extras("plots")
-    from pagedweight.cli_report_page import page
-    from pagedweight.cli_report_run import read_run, thinned
+    from pagedweight.cli.report_page import page
+    from pagedweight.cli.report_run import read_run, thinned
 
     try:
         with run.open(encoding="utf-8") as lines:

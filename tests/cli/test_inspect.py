@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 import pagedweight
 from pagedweight.checkpoint import FOLDER, Checkpoint
-from pagedweight.cli import app
-from pagedweight.cli_heat import SHADES, cells, legend
-from pagedweight.cli_inspect import show
-from pagedweight.cli_inspect_facts import COLD_SHARE, facts_of
+from pagedweight.cli.heat import SHADES, cells, legend
+from pagedweight.cli.inspect import show
+from pagedweight.cli.inspect_facts import COLD_SHARE, facts_of
+from pagedweight.cli.main import app
 from pagedweight.policy import Policy
 
 TINY = Path(pagedweight.__file__).parent / "assets/tiny-qwen2-moe"

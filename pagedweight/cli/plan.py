@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagedweight.cli_common import fail, size_option
+from pagedweight.cli.common import fail, size_option
 
 if TYPE_CHECKING:
-    from pagedweight.cli_dry_run import Planned
+    from pagedweight.cli.dry_run import Planned
 
 FolderArgument = Annotated[Path, typer.Argument(help="Folder that quantize or save wrote.", file_okay=False)]
 
@@ -31,7 +31,7 @@ def plan(
 ) -> None:
     """Dry run: which linear-blocks would give up bits, and what that would cost. Nothing is loaded or moved."""
     from pagedweight.checkpoint import CheckpointError
-    from pagedweight.cli_dry_run import dry_run, explained, parse_pin
+    from pagedweight.cli.dry_run import dry_run, explained, parse_pin
     from pagedweight.runtime.config import RuntimeConfig
 
     free_bytes = size_option("--free", free)

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 import pagedweight
 from pagedweight.checkpoint import FOLDER, Checkpoint
-from pagedweight.cli import app
-from pagedweight.cli_dry_run import dry_run
+from pagedweight.cli.dry_run import dry_run
+from pagedweight.cli.main import app
 from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
 from pagedweight.runtime.kv import KVState

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagedweight.cli_common import fail, parse_bytes, require_extras
+from pagedweight.cli.common import fail, parse_bytes, require_extras
 
 if TYPE_CHECKING:
     from pagedweight.evaluation.methods import Budget
@@ -75,7 +75,7 @@ def evaluate(
 
 
 def _run(plan: Plan, out: Path, harness: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    from pagedweight.cli_bars import bars
+    from pagedweight.cli.bars import bars
     from pagedweight.evaluation.run import evaluate as run
     from pagedweight.evaluation.run import evaluate_harness
 
