@@ -17,6 +17,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from torch.nn import functional
 from bench.gpu_layer import GpuLayer, dense_output, draw_batch
 from bench.timing import capture, median_ms
 from pagedweight.kernels.fused_moe import launch_fused_moe
-from pagedweight.kernels.ops import fused_moe
+from pagedweight.kernels.ops import fused_moe, launch_on_cuda
 from pagedweight.kernels.reference import GATES
 from pagedweight.kernels.regimes import choose_regime
 from pagedweight.layout import MoeLayer
@@ -180,20 +181,27 @@ def check_model(name: str, batches: tuple[int, ...], log: list[dict[str, object]
         log.append(check_graph(layer, tokens, per_token))
 
 
-def compile_one(case: tuple[str, torch.dtype, int]) -> None:
+def compile_one(case: tuple[str, torch.dtype, int, Callable[..., torch.Tensor]]) -> None:
     """Runs one batch, so that its kernels are in Triton's cache on disk."""
-    name, dtype, tokens = case
+    name, dtype, tokens, call = case
     shape, per_token = MODELS[name]
     layer = GpuLayer(name, shape, WIDTHS)
     layer.set_bits(layer.mixed_bits(seed=0))
     batch = draw_batch(layer, tokens, per_token, seed=0)
-    fused_moe(**layer.arguments(batch.x.to(dtype), batch))
+    call(**layer.arguments(batch.x.to(dtype), batch))
     torch.cuda.synchronize()
 
 
-def compile_all(models: list[str], workers: int) -> None:
-    """Kernels of every model, type and regime, compiled by several processes: one alone would take minutes."""
-    cases = [(name, dtype, tokens) for tokens in (1, 3, 16, 512) for name in models for dtype in LIMITS]
+def compile_all(models: list[str], batches: list[int], workers: int) -> None:
+    """Kernels of every model, type and path, compiled by several processes: one alone would take minutes."""
+    # The largest first: they take longest.
+    cases = [
+        (name, dtype, tokens, call)
+        for tokens in sorted(batches, reverse=True)
+        for name in models
+        for dtype in LIMITS
+        for call in (launch_on_cuda, launch_fused_moe)
+    ]
     start = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         pool.map(compile_one, cases, chunksize=1)
@@ -237,7 +245,7 @@ def main() -> int:
     batches = " ".join(map(str, options.batches))
     log: list[dict[str, object]] = []
     start = time.perf_counter()
-    compile_all(options.models, options.workers)
+    compile_all(options.models, options.batches, options.workers)
     for name in options.models:
         check_model(name, tuple(options.batches), log)
     failed = [row for row in log if not row.get("ok", True)]

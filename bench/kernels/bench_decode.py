@@ -241,11 +241,11 @@ def describe(config: DecodeConfig) -> str:
     return f"t{config.tokens} {one(config.gate_up)} / {one(config.down)}{flags}"
 
 
-def main(cases: list[Case], out: Path, peers: dict[str, tuple[int, ...]], timed: bool) -> None:
-    """peers: batch sizes of vLLM's rows by shape; none: vLLM is not needed."""
+def main(cases: list[Case], out: Path, peers: dict[str, tuple[int, ...]], timed: bool, workers: int) -> None:
+    """peers: batch sizes of vLLM's rows by shape; none: vLLM is not needed. workers: processes that compile first."""
     start = time.time()
-    if timed:
-        compile_all(cases, min(14, os.cpu_count()))
+    if workers:
+        compile_all(cases, workers)
     facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     facts["command"] = "python " + " ".join(sys.argv)
     records: list[dict] = []
@@ -273,8 +273,15 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--suite", default="chosen")
     parser.add_argument("--shapes", nargs="+", help="of the suites' shapes, these alone, in this order")
+    parser.add_argument("--tokens", nargs="+", type=int, help="of the suites' batch sizes, these alone")
     parser.add_argument("--out", type=Path, default=Path("bench_decode.json"))
-    parser.add_argument("--untimed", action="store_true", help="answers only, compiled as they come")
+    parser.add_argument("--untimed", action="store_true", help="answers only")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=min(14, os.cpu_count()),
+        help="processes that compile first; 0: none",
+    )
     parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache for the suites")
     arguments = parser.parse_args()
     from bench.tune import suite
@@ -282,11 +289,13 @@ if __name__ == "__main__":
     cases = [case for name in arguments.suite.split(",") for case in suite(name)]
     if arguments.shapes is not None:
         cases = [case for shape in arguments.shapes for case in cases if case.shape == shape]
+    if arguments.tokens is not None:
+        cases = [case for case in cases if case.tokens in arguments.tokens]
     if arguments.compile_only:
-        compile_all(cases, min(14, os.cpu_count()))
+        compile_all(cases, arguments.workers)
     else:
         batches: dict[str, tuple[int, ...]] = {}
         if "peers" in arguments.suite.split(","):
             for case in cases:
                 batches[case.shape] = tuple(sorted({*batches.get(case.shape, ()), case.tokens}))
-        main(cases, arguments.out, batches, not arguments.untimed)
+        main(cases, arguments.out, batches, not arguments.untimed, arguments.workers)
