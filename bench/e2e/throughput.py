@@ -3,10 +3,13 @@
     python -m bench.e2e.throughput --model qwen --out bench/results/h200-throughput-qwen.json
 
 1. One layer: the captured step at uniform and mixed widths against transformers' own experts over the same weights.
-2. bf16 experts: transformers' grouped GEMM and batched GEMM, and vLLM's fused experts where vLLM is installed.
+2. bf16 experts: transformers' grouped GEMM and batched GEMM; where vLLM is installed its fused experts, in bf16 and
+   Marlin's in 4 bits; and no experts at all.
 3. Each uniform width in an arena of exactly its bytes, and mixed widths in the same bytes, in turns.
 4. Moving: beside the batch other sequences' KV cache grows in the same arena, a block or more each step, then leaves;
    against the same steps held still at the widths that were passed through.
+5. Generate: the model as a user calls it, step by step and without graphs, in bf16 and at each width.
+compile: the kernels alone, side by side, so that what is timed later finds them.
 Attention, router, shared expert (unless --shared) and head are transformers' own in every row. Weights are random
 (bench/e2e/drawn.py), the cache is full of random keys, and every step attends to all of it (bench/e2e/captured.py).
 """
@@ -17,6 +20,7 @@ import argparse
 import json
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +32,18 @@ from transformers import PreTrainedModel
 from bench.e2e.captured import WHOLE_CACHE, CapturedDecoding, attend_to_whole_cache
 from bench.e2e.drawn import Drawn, dense_model, emptied
 from bench.e2e.throughput_check import error_of, step_logits, twin_logits
+from bench.e2e.throughput_generate import dense_generate_rows, paged_generate_rows
 from bench.e2e.throughput_moving import moving_row
-from bench.e2e.throughput_peers import NO_TIME
-from bench.e2e.throughput_rows import Setting, bars, dense_rows, paged_rows, without_hooks
+from bench.e2e.throughput_peers import MARLIN, NO_TIME
+from bench.e2e.throughput_rows import (
+    Setting,
+    bars,
+    compile_ahead,
+    dense_rows,
+    marlin_rows,
+    paged_rows,
+    without_hooks,
+)
 from pagedweight.evaluation.record import command
 from pagedweight.shared_experts import fold_shared_experts
 
@@ -40,7 +53,7 @@ ERROR_LIMIT = 2e-2  # of the largest logit, in bf16
 FAST = {3: "lut8", 4: "lut8", 5: "affine", 6: "affine"}
 # Widths of a checkpoint and their codebooks, lut16 where none is given.
 PAGES = {"lut16": ((3, 4, 5, 6), {}), "lut16 from 2 bits": ((2, 3, 4, 5, 6), {}), "fast": ((3, 4, 5, 6), FAST)}
-PEERS = ["HF grouped_mm", "HF batched_mm", "vLLM fused_experts", NO_TIME]
+PEERS = ["HF grouped_mm", "HF batched_mm", "vLLM fused_experts", MARLIN, NO_TIME]
 
 
 def keep(results: dict, name: str, part: object, out: Path) -> None:
@@ -74,6 +87,17 @@ def answers(
     return rows
 
 
+def compiled_step(name: str, codebooks: str, options: argparse.Namespace) -> int:
+    """Compile what the batches launch, and call it once in a model of one layer; how many launches."""
+    drawn = drawn_of(dense_model(name, 1, options.device), codebooks, shared=options.shared)
+    drawn.model.set_attn_implementation(WHOLE_CACHE)
+    model = without_hooks(drawn, drawn.resident_bytes()[drawn.store.layout.widths[-1]])
+    launches = compile_ahead(model, options.batches)
+    for batch in options.batches:
+        CapturedDecoding(model, batch, options.context).milliseconds(2)
+    return launches
+
+
 def drawn_of(model: PreTrainedModel, codebooks: str, *, shared: bool) -> Drawn:
     """shared: the shared expert is paged with the routed ones."""
     if shared:
@@ -95,7 +119,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--peers", nargs="+", default=PEERS, choices=PEERS, help="bf16 experts; vLLM's if installed")
+    parser.add_argument("--peers", nargs="+", default=PEERS, choices=PEERS, help="vLLM's if installed")
     parser.add_argument("--widths", type=int, nargs="+", default=[3, 4, 5, 6])
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
@@ -118,6 +142,10 @@ def main() -> int:
         "shared": options.shared,
         "compiled": options.compiled,
     }
+    if options.parts == ["compile"]:
+        compiled = [compiled_step(options.model, name, options) for name in options.codebooks]
+        keep(results, "compiled launches", compiled, options.out)
+        return 0
     checked = []
     if "answers" in options.parts:
         place = options.device, options.batches, options.context
@@ -135,10 +163,18 @@ def main() -> int:
     model.set_attn_implementation(WHOLE_CACHE)
     dense = dense_rows(model, options.peers, options.batches, setting) if "dense" in options.parts else []
     keep(results, "dense", dense, options.out)
+    called = dense_generate_rows(model, options.batches, setting) if "generate" in options.parts else []
+    keep(results, "generate", called, options.out)
     drawn, rows = drawn_of(model, options.codebooks[0], shared=options.shared), []
+    if "dense" in options.parts and MARLIN in options.peers and find_spec("vllm") is not None:
+        dense += marlin_rows(drawn, options.batches, setting)
+        keep(results, "dense", dense, options.out)
     for at, name in enumerate(options.codebooks):
         if at:
             drawn = drawn.with_pages(*PAGES[name], BUFFER_BYTES if options.device == "cuda" else 0)
+        if options.device == "cuda":
+            ahead = compile_ahead(without_hooks(drawn, drawn.resident_bytes()[options.widths[0]]), options.batches)
+            print(f"{ahead} launches compiled: {time.perf_counter() - STARTED:.1f} s", flush=True)
         for width in options.widths if "paged" in options.parts else []:
             rows += [row | {"codebooks": name} for row in paged_rows(drawn, width, options.batches, setting)]
             keep(results, "paged", rows, options.out)
@@ -147,6 +183,9 @@ def main() -> int:
                 model = without_hooks(drawn, drawn.resident_bytes()[5], compiled=setting.compiled)
                 moved = [moving_row(model, batch, setting.context_tokens) for batch in options.batches]
                 keep(results, "moving", [row | {"codebooks": name} for row in moved], options.out)
+        for width in options.widths if "generate" in options.parts else []:
+            called += [row | {"codebooks": name} for row in paged_generate_rows(drawn, width, options.batches, setting)]
+            keep(results, "generate", called, options.out)
     return 0
 
 

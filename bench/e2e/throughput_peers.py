@@ -1,7 +1,8 @@
-"""bf16 experts to compare with, as transformers' experts implementations under names of their own."""
+"""Experts to compare with, as transformers' experts implementations under names of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 
 import torch
@@ -13,6 +14,8 @@ from transformers.integrations.moe import (
 )
 
 NO_TIME = "experts in no time"
+MARLIN = "vLLM Marlin int4"
+MARLIN_GROUP = 128  # columns that share a scale
 
 
 def register_peers() -> dict[str, str]:
@@ -27,7 +30,7 @@ def register_peers() -> dict[str, str]:
         NO_TIME: passed_by,
     }
     if find_spec("vllm") is not None:
-        peers["vLLM fused_experts"] = vllm_experts_forward
+        peers |= {"vLLM fused_experts": vllm_experts_forward, MARLIN: marlin_experts_forward}
     names = {name: name.lower().replace(" ", "_") + "_bf16" for name in peers}
     for name, forward in peers.items():
         ExpertsInterface.register(names[name], forward)
@@ -45,3 +48,27 @@ def vllm_experts_forward(
 
     weights = (experts.gate_up_proj, experts.down_proj)
     return fused_experts(hidden_states, *weights, top_k_weights.float(), top_k_index)
+
+
+def put_int4(modules: Iterable[nn.Module], hidden: int, intermediate: int, experts: int, device: torch.device) -> None:
+    """Random codes and scales in Marlin's order, 4 bits and a bf16 scale for MARLIN_GROUP columns, on each module."""
+
+    def drawn(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        size = (experts, columns // 16, 2 * rows)
+        codes = torch.randint(-(2**31), 2**31, size, dtype=torch.int32, device=device)
+        scales = torch.empty(experts, columns // MARLIN_GROUP, rows, dtype=torch.bfloat16, device=device)
+        return codes, scales.uniform_(0.003, 0.006)
+
+    for module in modules:
+        module.int4 = (*drawn(2 * intermediate, hidden), *drawn(hidden, intermediate))
+
+
+def marlin_experts_forward(
+    experts: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    from vllm.model_executor.layers.fused_moe.fused_marlin_moe import fused_marlin_moe
+    from vllm.scalar_type import scalar_types
+
+    gate_up, gate_up_scales, down, down_scales = experts.int4
+    weights = (gate_up, down, None, None, gate_up_scales, down_scales)
+    return fused_marlin_moe(hidden_states, *weights, top_k_weights.float(), top_k_index, scalar_types.uint4b8.id)

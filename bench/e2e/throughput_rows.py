@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from bench.e2e.captured import CapturedDecoding, compile_layers
 from bench.e2e.drawn import Drawn
-from bench.e2e.throughput_peers import register_peers
+from bench.e2e.throughput_peers import MARLIN, put_int4, register_peers
 from pagedweight import RuntimeConfig
+from pagedweight.experts import PagedExperts
 from pagedweight.integrations.kv_pool import sequence_frames
 
 SETTLING_STEPS = 4
@@ -76,23 +77,58 @@ def without_hooks(drawn: Drawn, budget_bytes: int, *, compiled: bool = False) ->
     return model
 
 
+def compile_ahead(model: PreTrainedModel, batches: list[int]) -> int:
+    """Compile the kernels of these batch sizes side by side; returns how many launches."""
+    # Not at the top: it needs Triton.
+    from pagedweight.kernels.compiling import LayerArguments, compile_kernels
+
+    experts = next(module for module in model.modules() if isinstance(module, PagedExperts))
+    config, shape = model.config, experts.shape
+    routed = getattr(config, "num_experts", None) or config.num_local_experts
+    layer = LayerArguments(
+        *experts.tables, *experts.stats, experts.layer_index, experts.first_row, shape.experts, shape.intermediate,
+        experts.frame_bytes, shape.activation, list(experts.widths), experts.codebooks, shape.gated, shape.limit,
+        experts.gate_up_bias, experts.down_bias,
+    )  # fmt: skip
+    return compile_kernels(
+        layer, shape.hidden, config.num_experts_per_tok + shape.experts - routed, model.dtype, batches
+    )
+
+
 def dense_rows(model: PreTrainedModel, peers: list[str], batches: list[int], setting: Setting) -> list[dict]:
-    """Part 2."""
+    """Part 2, but for Marlin's experts."""
     rows = []
     for name, implementation in register_peers().items():
-        if name not in peers:
+        if name not in peers or name == MARLIN:
             continue
         model.set_experts_implementation(implementation)
         if setting.compiled:
             compile_layers(model, experts_too=name.startswith("HF"))
-        for batch in batches:
-            fresh_peak(model.device)
-            decoding = CapturedDecoding(model, batch, setting.context_tokens)
-            took = measured(decoding, setting)
-            rows.append(row_of(decoding, name, took, peak_reserved_bytes=peak_bytes(model.device)))
-            print(json.dumps(rows[-1]), flush=True)
-            rows[-1] |= kernels_of(decoding, setting)
-            del decoding
+        rows += peer_rows(model, name, batches, setting)
+    return rows
+
+
+def peer_rows(model: PreTrainedModel, name: str, batches: list[int], setting: Setting) -> list[dict]:
+    rows = []
+    for batch in batches:
+        fresh_peak(model.device)
+        decoding = CapturedDecoding(model, batch, setting.context_tokens)
+        took = measured(decoding, setting)
+        rows.append(row_of(decoding, name, took, peak_reserved_bytes=peak_bytes(model.device)))
+        print(json.dumps(rows[-1]), flush=True)
+        rows[-1] |= kernels_of(decoding, setting)
+        del decoding
+    return rows
+
+
+def marlin_rows(drawn: Drawn, batches: list[int], setting: Setting) -> list[dict]:
+    """Part 2's int4 experts, in the place of those that were dropped."""
+    modules, shape = [experts.module for experts in drawn.found], drawn.found[0].shape
+    put_int4(modules, shape.hidden, shape.intermediate, shape.experts, drawn.model.device)
+    drawn.model.set_experts_implementation(register_peers()[MARLIN])
+    rows = peer_rows(drawn.model, MARLIN, batches, setting)
+    for module in modules:
+        del module.int4
     return rows
 
 
