@@ -4,27 +4,29 @@ One row a process: vLLM's own experts in bf16 or in Marlin's int4, paged experts
 of a budget hold the same bytes for routed experts and KV cache together. `calm` is one batch whose KV fits, where
 dynamic widths are all the parent's if the budget has room for both: compare it with the fixed row of that width.
 Weights are drawn, so tokens mean nothing; times do. Processes may start together: with --together they wait for each
-other and measure one after another.
+other, take turns with calm batches, so that all see the same machine, and then with their load.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import os
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.vllm import step_times
 from bench.vllm.shapes import BLOCK_TOKENS, CODEBOOKS, MODELS, WIDTHS, expert_bytes, frame_bytes, versions, write_folder
 
 GIB = 2**30
 GRAPH_SIZES = [8, 16, 32, 64]
-CALM_BATCHES = 6
 # Sixty-four requests grow by four blocks a step: a plan for some sixteen steps at a time.
 YIELDING = {"offload_free_blocks": 16, "reload_free_blocks": 64}
 
@@ -41,12 +43,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=384)
     parser.add_argument("--calm-requests", type=int, default=8)
     parser.add_argument("--calm-tokens", type=int, default=128)
+    parser.add_argument("--calm-batches", type=int, default=6)
+    parser.add_argument("--parts", action="store_true", help="of a calm step's time, and kernels' of two more batches")
     parser.add_argument("--most-seconds", type=float, default=60.0)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--together", type=Path, help="folder in which rows meet")
     parser.add_argument("--rows", type=int, default=1, help="how many rows meet there")
     parser.add_argument("--wait", type=float, default=20.0, help="most seconds that a row waits there for others")
-    parser.add_argument("--turn", type=int, default=0, help="which of them measures when")
     parser.add_argument("--after", type=Path, help="a file to wait for before any device memory is taken")
     parser.add_argument("--attention", help="vLLM's attention backend, where its own choice is not installed")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, for machines without a GPU")
@@ -64,7 +67,8 @@ def main() -> None:
     started = time.perf_counter()
     llm = serve(given, config)
     ready = time.perf_counter() - started
-    found = in_turn(given, lambda: measure(llm, given, config))
+    meet(given)
+    found = measure(llm, given, config)
     found |= {"row": given.row, "budget_gib": given.budget_gib, "seconds_to_ready": round(ready, 1)}
     found |= {"model": given.model, "layers": config["num_hidden_layers"], **versions()}
     given.out.parent.mkdir(parents=True, exist_ok=True)
@@ -73,19 +77,27 @@ def main() -> None:
     os._exit(0)  # device memory is wanted by the next; nothing else is left to do
 
 
-def in_turn(given: argparse.Namespace, measuring: Any) -> dict[str, Any]:
-    """Measure once all rows that meet here are ready, or have had time to be; one at a time, by turn."""
+def meet(given: argparse.Namespace) -> None:
+    """Return once all rows that meet here are ready, or have had time to be."""
     if given.together is None:
-        return measuring()
+        return
     given.together.mkdir(parents=True, exist_ok=True)
     (given.together / f"{given.out.stem}.ready").touch()
     give_up = time.monotonic() + given.wait
     while len(list(given.together.glob("*.ready"))) < given.rows and time.monotonic() < give_up:
         time.sleep(0.1)
-    time.sleep(0.3 * given.turn)  # a lock goes to who has waited longest
+
+
+@contextlib.contextmanager
+def turn(given: argparse.Namespace) -> Iterator[None]:
+    """The machine for oneself; a lock goes to who has waited longest, so give others time to ask for it."""
+    if given.together is None:
+        yield
+        return
+    time.sleep(0.05)
     with (given.together / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return measuring()
+        yield
 
 
 def serve(given: argparse.Namespace, config: dict) -> Any:
@@ -122,20 +134,35 @@ def serve(given: argparse.Namespace, config: dict) -> Any:
 
 def measure(llm: Any, given: argparse.Namespace, config: dict) -> dict[str, Any]:
     """A calm batch, several times after one that warms up, then requests as they arrive."""
-    rates = []
-    for seed in range(1, CALM_BATCHES + 2):
-        seconds, calm = drive(llm, given, config, given.calm_requests, 1e9, given.calm_tokens, seed)
+
+    def calm_batch(seed: int) -> tuple[float, dict[str, list[float]]]:
+        return drive(llm, given, config, given.calm_requests, 1e9, given.calm_tokens, seed)
+
+    rates, gaps = [], []
+    for seed in range(1, given.calm_batches + 2):
+        with turn(given):
+            seconds, calm = calm_batch(seed)
         rates.append(round(sum(map(len, calm.values())) / seconds, 1))
-    print(f"calm: {rates} tokens/s, {latencies(calm)}", flush=True)
+        gaps.append(latencies(calm)["p50"])
+    print(f"calm: {rates} tokens/s, p50 {gaps} ms", flush=True)
     before = facts(llm)
     found = {
         "calm_tokens_per_second": rates[1:],
+        "calm_p50_ms": gaps[1:],
         "calm_inter_token_ms": latencies(calm),
         "calm_bits": before["bits"],
         "peak_gib": before["peak_gib"],
         "kv_blocks": before["kv_blocks"],
     }
-    return found | (under_load(llm, given, config, before) if given.requests else {})
+    if given.parts:
+        with turn(given):
+            found["step"] = step_times.host_parts(llm, lambda: calm_batch(98))
+            found["kernels"] = step_times.kernels(lambda: calm_batch(99), steps=given.calm_tokens)
+        print(f"step: {found['step']}", flush=True)
+    if not given.requests:
+        return found
+    with turn(given):
+        return found | under_load(llm, given, config, facts(llm))
 
 
 def under_load(llm: Any, given: argparse.Namespace, config: dict, before: dict[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class BlockPlanner:
 
     @property
     def at_parent_width(self) -> bool:
-        return bool((self.tenancy.coming == self.layout.parent_width).all())
+        return self.tenancy.whole
 
     def snapshot(self) -> TableSnapshot:
         width, coming = self.tenancy.width, self.tenancy.coming

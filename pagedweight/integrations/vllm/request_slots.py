@@ -53,6 +53,7 @@ class BatchSlots:
         self._tokens = tokens
         self._stats = stats
         self._slot: dict[str, int] = {}
+        self._marked: list[int] | None = None
 
     def seat(self, seating: Seating) -> None:
         for request in seating.left:
@@ -65,5 +66,8 @@ class BatchSlots:
 
     def mark(self, requests: Sequence[str], tokens: np.ndarray) -> None:
         """The batch is `tokens[n]` tokens of `requests[n]`, in this order; what follows is padding."""
-        slots = np.array([self._slot[request] for request in requests], dtype=np.int32)
-        self._tokens.set(to_device(slots.repeat(tokens), self._stats.mass.device))
+        slots = np.repeat([self._slot[request] for request in requests], tokens)
+        # From one decode step to the next nothing changes, and the device is not asked again.
+        if (marked := slots.tolist()) != self._marked:
+            self._tokens.set(to_device(slots.astype(np.int32), self._stats.mass.device))
+            self._marked = marked

@@ -22,6 +22,11 @@ from pagedweight.integrations.vllm.report import Figures, explain, figures
 from pagedweight.integrations.vllm.request_slots import RequestSlots
 from pagedweight.integrations.vllm.tenant import Tenant
 
+# /metrics are asked for seconds apart; what counts moves is on the board at once.
+BOARD_SECONDS = 0.05
+# Without pressure a plan is some time off, and so is the need of news.
+CALM_PERIODS = 4
+
 
 class BlockPoolTenancy:
     """The pool as the weights see it; vLLM's own figures of use then leave out the blocks that weights hold."""
@@ -66,6 +71,7 @@ class WeightsYield:
         self._total_blocks = blocks - 1  # one is the null block
         self._planning_seconds = 0.0
         self._board = FiguresBoard(config.instance_id, write=True)
+        self._on_board, self._board_due = None, 0.0
         self._slots = RequestSlots(self._options.statistics_slots)
         self._by_expert_rank = len({report.experts for report in reports}) > 1
         self._signals: Future | None = None
@@ -82,7 +88,7 @@ class WeightsYield:
         output = super().schedule(*args, **kwargs)
         seating = self._slots.follow(request.request_id for request in self.running)
         setattr(output, worker_hooks.COMMANDS, self.weights.end_step()._replace(seating=seating))
-        self._board.write(self._figures())
+        self._show(start)
         return output
 
     def add_request(self, request: Request) -> None:
@@ -100,6 +106,12 @@ class WeightsYield:
     def pagedweight_report(self, block: tuple[int, int, str] | None = None) -> dict[str, Any]:
         """Figures and an explanation, as plain values."""
         return {**self._figures()._asdict(), "explanation": explain(self.weights, block and tuple(block))}
+
+    def _show(self, now: float) -> None:
+        """Put figures on the board when a count has changed, else once in a while."""
+        if self.weights.counts is not self._on_board or now >= self._board_due:
+            self._board.write(self._figures())
+            self._on_board, self._board_due = self.weights.counts, now + BOARD_SECONDS
 
     def _figures(self) -> Figures:
         return figures(self.weights, self._total_blocks, self._resident_bytes, self._planning_seconds)
@@ -145,7 +157,8 @@ class WeightsYield:
             if signals is not None:
                 self.weights.planner.signals = signals
             self._signals = None
-        if self._signals is None and self.weights.planner.step % self._options.statistics_period_steps == 0:
+        period = self._options.statistics_period_steps * (CALM_PERIODS if self.weights.planner.at_parent_width else 1)
+        if self._signals is None and self.weights.planner.step % period == 0:
             log_features = self.weights.planner.policy.feature_transform == "log"
             arguments = log_features, self._slots.kv_blocks(self._blocks_of)
             self._signals = self._executor.collective_rpc(worker_hooks.read_signals, args=arguments, non_block=True)

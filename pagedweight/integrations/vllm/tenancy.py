@@ -33,6 +33,7 @@ class Tenancy:
         # Counted along: asked for at every step, and a pool has tens of thousands of blocks.
         self.held_blocks = 0
         self._frames = 0
+        self._all_frames = int(plane_frames.sum()) * (planes - resident_width)
 
     @property
     def blocks(self) -> np.ndarray:
@@ -43,6 +44,11 @@ class Tenancy:
     def empty_frames(self) -> int:
         """Places in held blocks where no frame lies."""
         return self.held_blocks * self.frames_per_block - self._frames
+
+    @property
+    def whole(self) -> bool:
+        """Whether every row's frames are placed up to the last plane."""
+        return self._frames == self._all_frames
 
     @property
     def blocks_of_largest_page(self) -> int:
