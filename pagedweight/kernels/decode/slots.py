@@ -13,6 +13,12 @@ PLAN_HEADER = tl.constexpr(2)  # expert, pairs; then the pairs
 
 
 @triton.jit
+def experts_of(ids, experts):
+    """int32 experts of ids of any integer type, -1 where an id is none: compared first, for a cast would wrap."""
+    return tl.where((ids >= 0) & (ids < experts), ids, -1).to(tl.int32)
+
+
+@triton.jit
 def slot_pairs(plan_ptr, ids_ptr, slot, column, experts, TOKENS: tl.constexpr, PLANNED: tl.constexpr):
     """(expert, pairs in the slot, pair of each of the token numbers `column`); no pairs: nothing to do."""
     if PLANNED:
@@ -21,9 +27,8 @@ def slot_pairs(plan_ptr, ids_ptr, slot, column, experts, TOKENS: tl.constexpr, P
         pairs = tl.load(plan_ptr + 1)
         return expert, pairs, tl.load(plan_ptr + PLAN_HEADER + column)
     else:
-        expert = tl.load(ids_ptr + slot).to(tl.int32)
-        pairs = ((expert >= 0) & (expert < experts)).to(tl.int32)
-        return expert, pairs, column * 0 + slot
+        expert = experts_of(tl.load(ids_ptr + slot), experts)
+        return expert, (expert >= 0).to(tl.int32), column * 0 + slot
 
 
 @triton.jit
@@ -36,9 +41,9 @@ def plan_expert(
     PAIRS, SLOTS and BINS are powers of two, BINS above EXPERTS: the last bins take the ids that are no expert.
     """
     pair = tl.arange(0, PAIRS)
-    ids = tl.load(ids_ptr + pair, pair < pairs, other=-1).to(tl.int32)
+    ids = experts_of(tl.load(ids_ptr + pair, pair < pairs, other=-1), EXPERTS)
     bins = tl.arange(0, BINS)
-    counts = tl.histogram(tl.where((ids >= 0) & (ids < EXPERTS), ids, EXPERTS), BINS)
+    counts = tl.histogram(tl.where(ids >= 0, ids, EXPERTS), BINS)
     expert_slots = tl.where(bins < EXPERTS, (counts + TOKENS - 1) // TOKENS, 0)
     first = tl.sum(tl.where(bins < expert, expert_slots, 0))
     count = tl.sum(tl.where(bins == expert, counts, 0))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pagedweight.kernels.decode import slots
+
 NORM_COLUMNS = tl.constexpr(1024)
 
 
@@ -19,9 +21,9 @@ def token_choices(
     counted: one bad token must not spoil sums that nobody starts anew.
     """
     choice = tl.arange(0, PADDED)
-    expert = tl.load(ids_ptr + token * CHOICES + choice, choice < CHOICES, other=-1).to(tl.int32)
+    expert = slots.experts_of(tl.load(ids_ptr + token * CHOICES + choice, choice < CHOICES, other=-1), experts)
     weight = tl.load(weights_ptr + token * CHOICES + choice, choice < CHOICES, other=0.0).to(tl.float32)
-    routed = (expert >= 0) & (expert < experts)
+    routed = expert >= 0
     slot = tl.load(slot_ptr + token)
     entry = (slot * layers + layer) * counted_experts + expert
     held = routed & (slot < request_slots) & _is_finite(weight)

@@ -91,6 +91,19 @@ def test_the_weight_of_an_id_that_is_no_expert_may_be_anything(config):
     assert torch.equal(run(layer, batch, config), clean)
 
 
+@pytest.mark.parametrize("config", [ONE, MANY], ids=["one", "many"])
+@pytest.mark.parametrize("foreign", [2**32 + 1, 2**31 + 1, -(2**32) + 2])
+def test_an_id_that_is_an_experts_only_in_32_bits_is_none(config, foreign):
+    layer = random_layer(MoeLayer(0, 3, 64, 48), (3,), seed=5)
+    batch = random_batch(layer, config.tokens, 2, seed=6)
+    batch.ids[:, 0] = -1
+    stats, expected_stats = (RoutingStats.zeros(1, 1, 3, device=DEVICE) for _ in range(2))
+    expected = run(layer, batch, config, expected_stats)
+    batch.ids[:, 0] = foreign
+    assert torch.equal(run(layer, batch, config, stats), expected)
+    assert all(map(torch.equal, stats, expected_stats))
+
+
 def test_one_expert_takes_every_token():
     layer = random_layer(MoeLayer(0, 3, 64, 48), (4,), seed=7)
     batch = random_batch(layer, 9, 1, seed=8)
