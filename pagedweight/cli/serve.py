@@ -7,6 +7,7 @@ import importlib.util
 import ipaddress
 import os
 import secrets
+import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -86,28 +87,42 @@ def serve(
     from pagedweight.serving.app import build_app
     from pagedweight.serving.limits import Limits
 
-    loaded = _load(checkpoint, budget_bytes, device, dtype, trace, name, batching, batch_tokens)
-    if api_key is None and not _loopback(host):
-        typer.echo(f"warning: whoever reaches {host} can use the model; give --api-key-file", err=True)
-    if admin_token is None:
-        admin_token = secrets.token_urlsafe(24)
-        typer.echo(f"admin token: {admin_token}", err=True)
     limits = Limits(body_bytes, max_requests, max_tokens, timeout)
-    app = build_app(loaded, limits, admin_token=admin_token, api_key=api_key)
-    _listen(app, loaded.name, host, port, 4 * max_requests)
+    with _bound(host, port) as at:
+        loaded = _load(checkpoint, budget_bytes, device, dtype, trace, name, batching, batch_tokens)
+        if api_key is None and not _loopback(host):
+            typer.echo(f"warning: whoever reaches {host} can use the model; give --api-key-file", err=True)
+        if admin_token is None:
+            admin_token = secrets.token_urlsafe(24)
+            typer.echo(f"admin token: {admin_token}", err=True)
+        app = build_app(loaded, limits, admin_token=admin_token, api_key=api_key)
+        _listen(app, loaded.name, at, 4 * max_requests)
 
 
-def _listen(app: FastAPI, name: str, host: str, port: int, connections: int) -> None:
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket of the server's address, bound before the model loads; leaves with code 2 where it cannot be."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise fail(f"{host} port {port}: {error.strerror}; give another --host or --port") from error
+    return bound
+
+
+def _listen(app: FastAPI, name: str, at: socket.socket, connections: int) -> None:
     """Until Ctrl-C or SIGTERM. connections: at once, those of idle clients included."""
     import uvicorn
 
+    from pagedweight.serving.connections import Timely
+
     manners = {"log_level": "warning", "timeout_keep_alive": 30, "timeout_graceful_shutdown": GRACE_SECONDS}
-    settings = uvicorn.Config(app, host=host, port=port, limit_concurrency=connections, **manners)
-    listening = settings.bind_socket()  # before the address is told: port 0 is known only now
-    shown = f"[{host}]" if ":" in host else host
-    typer.echo(f"serving {name} at http://{shown}:{listening.getsockname()[1]}", err=True)
+    settings = uvicorn.Config(app, http=Timely, ws="none", limit_concurrency=connections, **manners)
+    host, port = at.getsockname()[:2]
+    typer.echo(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}", err=True)
     with suppress(KeyboardInterrupt):
-        uvicorn.Server(settings).run(sockets=[listening])
+        uvicorn.Server(settings).run(sockets=[at])
 
 
 def _load(

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException as RoutingError
 
 from pagedweight.runtime.frames import OutOfFrames
-from pagedweight.serving.engine import Engine
+from pagedweight.serving.engine import Answering, Engine
 from pagedweight.serving.limits import Guard, Limits, error
 from pagedweight.serving.metrics import Requests, registry_of
 from pagedweight.serving.requests import ChatRequest, CompletionRequest, Generation, Refused, checked, handler_body
@@ -67,18 +67,21 @@ def _openai_routes(app: FastAPI, engine: Engine, limits: Limits, guards: list[An
         return {"object": "list", "data": [{**served, "max_model_len": engine.context_tokens}]}
 
 
-async def _generate(request: Request, engine: Engine, limits: Limits, kind: type[Generation], handler: Any) -> Response:
+async def _generate(
+    request: Request, engine: Engine, limits: Limits, kind: type[Generation], handler: Answering
+) -> Response:
     try:
         content = json.loads(await request.body())
     except (ValueError, RecursionError) as reason:
         raise Refused(f"the body is not JSON: {reason}") from reason
     body = handler_body(checked(content, kind), engine.name, limits.tokens, batched=engine.batched)
     try:
-        prompt = engine.prompt_tokens(body)
+        prompt = await engine.tokenized(body)
     except ValueError as reason:
         raise Refused(str(reason)) from reason
-    body["max_tokens"] = fitting(prompt, body.get("max_tokens"), limits.tokens, engine.context_tokens)
-    return await handler.handle_request(body, str(uuid.uuid4()))
+    length = len(prompt["input_ids"])
+    body["max_tokens"] = fitting(length, body.get("max_tokens"), limits.tokens, engine.context_tokens)
+    return await handler.answer(body, prompt, str(uuid.uuid4()))
 
 
 def fitting(prompt: int, wanted: int | None, most: int, context: int) -> int:

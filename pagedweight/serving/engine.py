@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from fastapi import Response
 from jinja2 import TemplateError
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    BatchEncoding,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -38,11 +47,30 @@ class OneModel(ModelManager):
         return self._model, self._tokenizer
 
 
-class Sampled:
-    """Of a handler: requests are sampled as OpenAI's are, at temperature 1 and of all tokens unless they say otherwise.
+class Answering:
+    """Of a handler: it takes a prompt's tokens, and requests are sampled as OpenAI's are, at temperature 1 and of all
+    tokens unless they say otherwise.
 
-    transformers would leave it to the model's own generation config whether a request is sampled at all.
+    transformers would tokenize the prompt on the event loop, where every other client waits for it, and leave it to
+    the model's own generation config whether a request is sampled at all.
     """
+
+    async def answer(self, body: dict[str, Any], prompt: BatchEncoding, request_id: str) -> Response:
+        """A request's whole answer, or its stream. prompt: as Engine.tokenized gives it."""
+        name, model, tokenizer = self._resolve_model(body)
+        modality = self.model_manager.get_model_modality(model, processor=tokenizer)
+        batched = self.generation_state.use_continuous_batching(model, modality)
+        manager = self.generation_state.get_manager(name, use_cb=batched)
+        config = self._build_generation_config(body, model.generation_config, use_cb=batched)
+        if batched:
+            manager.init_cb(model, config)
+        else:
+            one = {field: [values] for field, values in prompt.items()}
+            prompt = BatchEncoding(one, tensor_type="pt").to(model.device)
+        parts = (request_id, model, tokenizer, name, prompt, config)
+        if body.get("stream"):
+            return self._streaming(*parts, gen_manager=manager)
+        return await self._non_streaming(*parts, gen_manager=manager)
 
     def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> GenerationConfig:
         config = super()._build_generation_config(body, *args, **kwargs)
@@ -53,11 +81,11 @@ class Sampled:
         return config
 
 
-class Chat(Sampled, ChatCompletionHandler):
+class Chat(Answering, ChatCompletionHandler):
     """POST /v1/chat/completions."""
 
 
-class Completion(Sampled, CompletionHandler):
+class Completion(Answering, CompletionHandler):
     """POST /v1/completions."""
 
 
@@ -158,6 +186,8 @@ class Engine:
     ) -> None:
         self.name, self.batched = name, batched
         self.model, self.tokenizer = model, tokenizer
+        # One thread: a tokenizer's own settings are not to be changed by two calls at once.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
         self.state = OwnState(continuous_batching=batched, cb_config=batching_config(model, batch_tokens))
         manager = OneModel(model, tokenizer, name)
         self.chat = Chat(manager, self.state)
@@ -173,20 +203,24 @@ class Engine:
         known = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
         return min(known, budget_tokens(self.model))
 
-    def prompt_tokens(self, body: dict[str, Any]) -> int:
-        """Tokens of a request's prompt, its chat template filled in. ValueError without a template that takes it."""
+    async def tokenized(self, body: dict[str, Any]) -> BatchEncoding:
+        """A request's prompt, on a thread of its own: a long one keeps no other client waiting. ValueError as below."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, self._tokenize, body)
+
+    def _tokenize(self, body: dict[str, Any]) -> BatchEncoding:
+        """Tokens of the prompt, its chat template filled in. ValueError without a template that takes it."""
         if "prompt" in body:
-            return len(self.tokenizer(body["prompt"])["input_ids"])
-        messages = [{**message, "content": _text(message["content"])} for message in body["messages"]]
+            return self.tokenizer(body["prompt"])
+        messages = [{"role": said["role"], "content": _text(said["content"])} for said in body["messages"]]
         try:
-            filled = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         except TemplateError as reason:
             raise ValueError(f"the model's chat template does not take these messages: {reason}") from reason
-        return len(filled["input_ids"])
 
     def close(self) -> None:
         """Stop what generates."""
         self.state.shutdown()
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
 
 def batching_config(model: PreTrainedModel, batch_tokens: int) -> ContinuousBatchingConfig:

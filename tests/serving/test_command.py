@@ -109,6 +109,26 @@ def test_a_free_port_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"http://127.0.0.1:{bound[0]}" in done.stderr
 
 
+def test_a_port_in_use_is_told_before_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fastapi", reason="needs the serve extra")
+    monkeypatch.setattr(cli_serve, "_load", lambda *options: pytest.fail("loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = str(other.getsockname()[1])
+        done = RUNNER.invoke(app, ["serve", str(TINY), "--port", taken, "--engine", "transformers"])
+    assert done.exit_code == 2
+    assert done.stderr.splitlines() == [
+        f"pagedweight: 127.0.0.1 port {taken}: Address already in use; give another --host or --port"
+    ]
+
+
+def test_a_host_that_is_not_this_machines_is_told() -> None:
+    pytest.importorskip("fastapi", reason="needs the serve extra")
+    for host in ("192.0.2.1", "no.such.host.invalid"):
+        done = RUNNER.invoke(app, ["serve", str(TINY), "--host", host, "--port", "0", "--engine", "transformers"])
+        assert done.exit_code == 2, done.output
+        assert f"{host} port 0: " in done.stderr
+
+
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_vllm_that_is_not_there_is_asked_for_by_its_extra() -> None:
     done = RUNNER.invoke(app, ["serve", str(TINY), "--engine", "vllm"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event, current_thread
 
 import pytest
 
@@ -162,14 +163,37 @@ def test_what_a_chat_template_refuses_is_the_clients_to_mend(
 def test_a_failure_inside_is_told_as_json_without_its_reason(
     address: str, running: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(body: dict) -> int:
+    async def failing(body: dict) -> int:
         raise KeyError("a secret of the server")
 
-    monkeypatch.setattr(running, "prompt_tokens", failing)
+    monkeypatch.setattr(running, "tokenized", failing)
     answer = httpx.post(f"{address}/v1/completions", json={"prompt": "x"})
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == "server_error"
     assert "secret" not in answer.text
+
+
+def test_while_a_long_prompt_is_tokenized_others_are_answered(
+    address: str, running: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, on a thread beside the event loop, by the request that waits for it."""
+    began, may_go, threads, call = Event(), Event(), [], type(running.tokenizer).__call__
+
+    def slow(tokenizer: object, *args: object, **kwargs: object) -> object:
+        threads.append(current_thread().name)
+        began.set()
+        assert may_go.wait(60)
+        return call(tokenizer, *args, **kwargs)
+
+    monkeypatch.setattr(type(running.tokenizer), "__call__", slow)
+    with ThreadPoolExecutor(1) as clients:
+        body = {"prompt": PROMPT, "max_tokens": 2}
+        asked = clients.submit(httpx.post, f"{address}/v1/completions", json=body, timeout=100)
+        assert began.wait(60)
+        assert httpx.get(f"{address}/health", timeout=20).status_code == 200
+        may_go.set()
+        assert asked.result().status_code == 200
+    assert [name.partition("_")[0] for name in threads] == ["tokenizing"]
 
 
 ANYTHING = st.recursive(
