@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.e2e.throughput_peers import NO_TIME
 from bench.policies_plans import BF16, FULL
 from bench.policies_report import sizes, window_kl
 from bench.quality_parts import bootstrap_ratio
 from pagedweight.evaluation.report import rows as evaluation_rows
+from scripts.results_ablations import codebooks, levels
+from scripts.results_speed import throughput
+from scripts.results_tables import Lines, made_by, table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -25,23 +27,7 @@ came from. MB are 10^6 bytes. Quality is of small models trained for this projec
 random weights: no large pretrained model was at hand.
 """
 ABLATIONS = ("w/o routing statistics", "w/o prompt residual", "w/o page movement", "w/o global sensitivity")
-OWN = (*ABLATIONS, "buckets alone", "plain greedy")
-# fast: lines at 5 and 6 bits
-TABLES = {"lut16": "16-bit tables", "lut16 from 2 bits": "16-bit tables, from 2 bits", "fast": "byte tables"}
-Lines = Iterator[str]
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Lines:
-    yield "| " + " | ".join(head) + " |"
-    yield "| --- |" + " ---: |" * (len(head) - 1)
-    for row in rows:
-        yield "| " + " | ".join(map(str, row)) + " |"
-    yield ""
-
-
-def made_by(record: Mapping[str, Any], on: str) -> Lines:
-    yield f"`{record['command']}`, {on}"
-    yield ""
+OWN = (*ABLATIONS, "buckets alone", "plain greedy", "column energies")
 
 
 def policies(record: Mapping[str, Any]) -> Lines:
@@ -161,74 +147,6 @@ def dynamic(record: Mapping[str, Any]) -> Lines:
     yield from made_by(record, record["machine"]["device"])
 
 
-def throughput(record: Mapping[str, Any]) -> Lines:
-    """Table 3: tokens/s and peak reserved memory."""
-    kinds = (("shared", "the shared expert paged too"), ("compiled", "layers compiled by torch.compile"))
-    yield f"### {'; '.join(['Qwen1.5-MoE-A2.7B shape', *(text for name, text in kinds if record.get(name))])}"
-    yield ""
-    batches = sorted({row["batch"] for row in [*record["dense"], *record.get("paged", [])]})
-    named: dict[str, dict[int, Mapping[str, Any]]] = {}
-    for row in [*record["dense"], *record.get("paged", [])]:
-        name = (
-            f"{row['experts']}, {row['width']} bits, {TABLES[row['codebooks']]}"
-            if "width" in row
-            else bf16_name(row["experts"])
-        )
-        named.setdefault(name, {})[row["batch"]] = row
-    rows = [(name, *(of_speed(found.get(batch)) for batch in batches)) for name, found in named.items()]
-    yield from table(["experts", *(f"B = {batch}: GB, tokens/s" for batch in batches)], rows)
-    bars = [bar for bar in record.get("bars", []) if (bar["batch"], bar["width"]) in ((1, 3), (4, 4))]
-    yield from table(
-        ["beside", "memory saved", "times tokens/s"],
-        (
-            (
-                f"{at(bar)}, beside {bf16_name(bar['against'])}",
-                "" if bar["against"] == NO_TIME else f"{100 * bar['memory_saved']:.1f} %",
-                f"{bar['times_tokens_per_second']:.2f}",
-            )
-            for bar in bars
-        ),
-    )
-    mixed = [row for row in record.get("paged", []) if "slower_than_uniform" in row]
-    if mixed:
-        yield "Mixed widths beside the uniform width of the same bytes, in turns: " + "; ".join(
-            f"{at(row)}: {100 * row['slower_than_uniform']:+.1f} % time" for row in mixed
-        )
-        yield ""
-    if record.get("moving"):
-        yield "While pages leave and come back, beside the same steps held still: " + "; ".join(
-            f"{TABLES[row['codebooks']]}, B = {row['batch']}: {100 * row['slower_than_still']:+.1f} % time, "
-            f"{row['released_bytes'] / 1e6:.0f} MB out and {row['loaded_bytes'] / 1e6:.0f} MB in"
-            for row in record["moving"]
-        )
-        yield ""
-    if "note" in record:
-        yield record["note"]
-        yield ""
-    yield from made_by(record, f"{record['gpu']}, torch, Triton and transformers {', '.join(record['versions'])}")
-
-
-def at(row: Mapping[str, Any]) -> str:
-    return f"B = {row['batch']}, {row['width']} bits, {TABLES[row['codebooks']]}"
-
-
-def named_row(row: Mapping[str, Any]) -> str:
-    if "width" not in row:
-        return bf16_name(row["experts"])
-    return f"{row['experts']}, {row['width']} bits, {TABLES[row['codebooks']]}"
-
-
-def bf16_name(experts: str) -> str:
-    return "the limit: no experts at all" if experts == NO_TIME else f"bf16, {experts}"
-
-
-def of_speed(row: Mapping[str, Any] | None) -> str:
-    if row is None:
-        return "-"
-    held = "-" if row["experts"] == NO_TIME else f"{row['peak_reserved_bytes'] / 1e9:.2f}"
-    return f"{held}, {row['tokens_per_second']:.1f}"
-
-
 def shared_experts(record: Mapping[str, Any]) -> Lines:
     """Bytes and KL of paging the shared experts too."""
     yield f"### {record['model']}"
@@ -269,6 +187,14 @@ POLICIES = """More: [planner.md](planner.md), bench/policies.py. As a figure (`p
 SECTIONS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], Lines], str], ...] = (
     ("Policies at the same bytes", "policies-*.json", policies, POLICIES),
     (
+        "Residual heads, column energies in their place, and two levels below",
+        "ablations-*.json",
+        policies,
+        "More: [planner.md](planner.md).",
+    ),
+    ("Quantizer levels", "quality-*.json", levels, "More: [quality.md](quality.md)."),
+    ("Codebooks", "codebooks-*bits.json", codebooks, "More: [codebooks.md](codebooks.md)."),
+    (
         "Texts, gold answers and divergence",
         "evaluation-*.json",
         evaluation,
@@ -291,8 +217,8 @@ def page() -> str:
     lines += [
         "## Elsewhere",
         "",
-        "One layer's time beside other kernels: [kernels.md](kernels.md), [prefill.md](prefill.md). Quantizer levels: "
-        "[quality.md](quality.md). Codebooks: [codebooks.md](codebooks.md). Serving: [vllm.md](vllm.md).",
+        "One layer's time beside other kernels: [kernels.md](kernels.md), [prefill.md](prefill.md). Serving: "
+        "[vllm.md](vllm.md).",
     ]
     return "\n".join(lines).rstrip() + "\n"
 

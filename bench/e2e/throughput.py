@@ -139,6 +139,9 @@ def main() -> int:
         "gpu": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "versions": [torch.__version__, triton.__version__, transformers.__version__],
         "command": command("python -m bench.e2e.throughput"),
+        "model": options.model,
+        "layers": options.layers,
+        "context_tokens": options.context,
         "shared": options.shared,
         "compiled": options.compiled,
     }

@@ -8,11 +8,12 @@ import pytest
 pytest.importorskip("transformers", reason="needs the hf extra")
 
 from bench.e2e.captured import WHOLE_CACHE, CapturedDecoding, attend_to_whole_cache
-from bench.e2e.drawn import Drawn, draw
+from bench.e2e.drawn import Drawn, dense_model, draw
 from bench.e2e.throughput import ERROR_LIMIT, PAGES
 from bench.e2e.throughput_check import error_of, step_logits, twin_logits
+from bench.e2e.throughput_generate import dense_generate_rows, paged_generate_rows
 from bench.e2e.throughput_moving import moving_row
-from bench.e2e.throughput_rows import held_bytes, mixed_bits, without_hooks
+from bench.e2e.throughput_rows import Setting, held_bytes, mixed_bits, without_hooks
 
 WIDTHS = PAGES["lut16"][0]
 
@@ -52,3 +53,11 @@ def test_pages_leave_and_come_back_beside_the_steps(drawn: Drawn) -> None:
     assert row["growing_steps"] >= 1
     assert row["tokens_per_second"][0] > 0
     model.pagedweight.check()
+
+
+def test_generate_goes_on_from_a_full_cache_a_forward_a_token(drawn: Drawn) -> None:
+    setting = Setting(context_tokens=48, steps=4, rounds=1)
+    rows = paged_generate_rows(drawn, WIDTHS[0], [2], setting)
+    rows += dense_generate_rows(dense_model("tiny", 1, "cpu"), [2], setting)
+    assert [row["cache"] for row in rows] == ["arena", "dynamic", "static"]
+    assert all(row["tokens_per_second"] > 0 for row in rows)
