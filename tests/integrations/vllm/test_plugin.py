@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: see docs/vllm.md")
 
+import vllm.plugins
 import vllm.version
 from vllm.config import ParallelConfig
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
@@ -26,6 +28,16 @@ def test_case_96_nothing_is_registered_with_another_version(monkeypatch: pytest.
     with pytest.raises(ImportError, match=r"0\.19\.0"):
         register()
     assert before == (list(QUANTIZATION_METHODS), WorkerWrapperBase.execute_model, EngineCore._initialize_kv_caches)
+
+
+def test_case_96_vllm_itself_ends_with_the_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As each of its processes loads plugins, by the installed entry point; with VLLM_PLUGINS it goes on without us."""
+    monkeypatch.setattr(vllm.version, "__version__", "0.19.0")
+    for allowed, ends in ("pagedweight", True), ("another", False):
+        monkeypatch.setenv("VLLM_PLUGINS", allowed)
+        monkeypatch.setattr(vllm.plugins, "plugins_loaded", False)
+        with pytest.raises(ImportError, match=r"^vLLM is 0\.19\.0; .*VLLM_PLUGINS.*$") if ends else nullcontext():
+            vllm.plugins.load_general_plugins()
 
 
 def test_case_95_registering_twice_is_registering_once() -> None:
