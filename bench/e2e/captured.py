@@ -16,7 +16,7 @@ from bench.e2e.decoding import Mark
 WHOLE_CACHE = "whole_cache"
 ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 WARM_UP_STEPS = 2
-KERNELS_LISTED = 40
+KERNELS_LISTED = 100
 RECOMPILE_LIMIT = 32  # kinds of experts, and one sequence or more
 
 
@@ -118,7 +118,7 @@ class CapturedDecoding:
                 self.step()
             torch.cuda.synchronize()
         spent = [
-            {"kernel": event.key[:100], "calls": event.count / steps, "us": event.device_time_total / steps}
+            {"kernel": event.key[:120], "calls": event.count / steps, "us": event.device_time_total / steps}
             for event in profiler.key_averages()
         ]
         return sorted(spent, key=lambda row: -row["us"])[:KERNELS_LISTED]
