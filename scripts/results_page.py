@@ -185,12 +185,12 @@ POLICIES = """More: [planner.md](planner.md), bench/policies.py. As a figure (`p
 
 ![KL to bf16 by mean code bits and policy](frontier.svg)"""
 SPEED = """bench/e2e/throughput.py says what a step is. Where its bytes go with one sequence of 2,048 tokens and
-Qwen1.5-MoE's shape: attention, shared experts and head are 3.09 GB of bf16, keys and values 0.40 GB, the four routed experts of each
-layer 1.66 GB. Were bytes all that counts, routed experts at 3 bits would make a bf16 step 1.36 times as fast, in no
-time at all 1.48 times, and with the shared experts at 3 bits too it could be 2.1 times. The paper's reference is not
-bound by bytes: 67.1 tokens/s are 14.9 ms a step, and its GPU (960 GB/s) reads these 5.15 GB in 5.4 ms; it waits for the
-host, as `generate` without graphs does. So bf16 is measured in both forms: every step one CUDA graph, and as `generate`
-calls it, with transformers' own choice of experts."""
+Qwen1.5-MoE's shape: attention, shared experts and head are 3.09 GB of bf16, keys and values 0.40 GB, the four routed
+experts of each layer 1.66 GB. Were bytes all that counts, routed experts at 3 bits would make a bf16 step 1.36 times
+as fast, in no time at all 1.48 times, and with the shared experts at 3 bits too it could be 2.1 times. The paper's
+reference is not bound by bytes: 67.1 tokens/s are 14.9 ms a step, and its GPU (960 GB/s) reads these 5.15 GB in 5.4
+ms; it waits for the host, as `generate` without graphs does. So bf16 is measured in both forms: every step one CUDA
+graph, and as `generate` calls it, with transformers' own choice of experts."""
 SECTIONS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], Lines], str], ...] = (
     ("Policies at the same bytes", "policies-*.json", policies, POLICIES),
     (
