@@ -240,6 +240,17 @@ def gates() -> list[Case]:
     return cases + [_of_the_table("qwen", tokens, "6", "cubic") for tokens in (1, 4, 16, 64)]
 
 
+def codebooks() -> list[Case]:
+    """Every codebook at every width that it serves: what docs/codebooks.md sets beside quality."""
+    served = {"lut16": range(2, 9), "fast": range(2, 5), "cubic from 3": range(3, 9), "affine": range(2, 9)}
+    return [
+        _of_the_table("qwen", tokens, str(bits), books)
+        for books, widths in served.items()
+        for bits in widths
+        for tokens in (1, 16)
+    ]
+
+
 def small() -> list[Case]:
     """A few launches, for tools that run them slowly."""
     eight = DecodeConfig(cut(32), cut(64), 8, True, True, False, True)
@@ -266,6 +277,6 @@ def counters() -> list[Case]:
 def suite(name: str) -> list[Case]:
     suites = (
         sweep, chosen, answers, peers, variants, small, frames, one_token_cuts, some_tokens_depths, shared_tables,
-        gates, counters, large_frames,
+        gates, counters, large_frames, codebooks,
     )  # fmt: skip
     return {made.__name__: made for made in suites}[name]()
