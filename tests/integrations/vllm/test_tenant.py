@@ -252,7 +252,7 @@ def test_any_traffic_keeps_every_plane_in_use_right(traffic: list, blocks: int, 
             assert found or (engine.held == 0 and wanted > engine.pool.free_blocks)
 
 
-def test_case_92_a_pool_that_swings_about_the_threshold_moves_little() -> None:
+def test_case_90_a_pool_that_swings_about_the_threshold_moves_little() -> None:
     engine = Engine(40, min_dwell_steps=4)
     while engine.pool.free_blocks > 2:
         engine.step(1)
