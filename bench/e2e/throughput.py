@@ -52,7 +52,12 @@ BUFFER_BYTES = 2**30
 ERROR_LIMIT = 2e-2  # of the largest logit, in bf16
 FAST = {3: "lut8", 4: "lut8", 5: "affine", 6: "affine"}
 # Widths of a checkpoint and their codebooks, lut16 where none is given.
-PAGES = {"lut16": ((3, 4, 5, 6), {}), "lut16 from 2 bits": ((2, 3, 4, 5, 6), {}), "fast": ((3, 4, 5, 6), FAST)}
+PAGES = {
+    "lut16": ((3, 4, 5, 6), {}),
+    "lut16 from 2 bits": ((2, 3, 4, 5, 6), {}),
+    "fast": ((3, 4, 5, 6), FAST),
+    "fast from 2 bits": ((2, 3, 4, 5, 6), FAST | {2: "lut8"}),
+}
 PEERS = ["HF grouped_mm", "HF batched_mm", "vLLM fused_experts", MARLIN, NO_TIME]
 
 
