@@ -50,18 +50,25 @@ def watch_batches(runner: Any, tell: Callable[[Sequence[str], np.ndarray], None]
 
     False where a model runner has no such place.
     """
-    original = getattr(runner, "_prepare_inputs", None)
-    if original is None:
-        return False
+    if original := getattr(runner, "_prepare_inputs", None):
 
-    @functools.wraps(original)
-    def prepare(scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
-        prepared = original(scheduler_output, num_scheduled_tokens)
-        tell(runner.input_batch.req_ids, num_scheduled_tokens)
-        return prepared
+        @functools.wraps(original)
+        def prepare(scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
+            prepared = original(scheduler_output, num_scheduled_tokens)
+            tell(runner.input_batch.req_ids, num_scheduled_tokens)
+            return prepared
 
-    runner._prepare_inputs = prepare
-    return True
+        runner._prepare_inputs = prepare
+    elif original := getattr(runner, "prepare_inputs", None):  # the second model runner of later versions
+
+        @functools.wraps(original)
+        def prepare_batch(*args: Any, **kwargs: Any) -> Any:
+            batch = original(*args, **kwargs)
+            tell(batch.req_ids, batch.num_scheduled_tokens)
+            return batch
+
+        runner.prepare_inputs = prepare_batch
+    return original is not None
 
 
 def kv_piece_bytes(config: Any) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import fields
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: see docs/vllm.md")
@@ -18,6 +20,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from pagedweight.integrations.vllm.plugin import register
 from pagedweight.integrations.vllm.quant_config import PagedWeightConfig, check_served
+from pagedweight.integrations.vllm.versions import watch_batches
 
 pytestmark = pytest.mark.vllm
 
@@ -46,6 +49,18 @@ def test_case_95_registering_twice_is_registering_once() -> None:
     register()
     assert once == (list(QUANTIZATION_METHODS), WorkerWrapperBase.execute_model, EngineCore._initialize_kv_caches)
     assert get_quantization_config("pagedweight") is PagedWeightConfig
+
+
+def test_batches_of_the_second_model_runner_are_told_before_their_forward() -> None:
+    """As later versions have it: its own batch type, and a stand-in for the runner, which needs a GPU."""
+    batches = pytest.importorskip("vllm.v1.worker.gpu.input_batch", reason="this vLLM has one model runner")
+    assert {"req_ids", "num_scheduled_tokens"} <= {field.name for field in fields(batches.InputBatch)}
+    given = SimpleNamespace(req_ids=["a", "b"], num_scheduled_tokens=np.array([1, 7]))
+    runner, told = SimpleNamespace(prepare_inputs=lambda scheduler_output: given), []
+    assert watch_batches(runner, lambda requests, tokens: told.append((requests, tokens.tolist())))
+    assert runner.prepare_inputs("a step") is given
+    assert told == [(["a", "b"], [1, 7])]
+    assert not watch_batches(SimpleNamespace(), told.append)
 
 
 def config(modules: list[str] | None = None, *, adapters: bool = False) -> SimpleNamespace:
