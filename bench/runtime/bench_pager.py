@@ -66,8 +66,9 @@ def bench_boundary_without_change(benchmark, host, free_blocks):
 def bench_a_plan_of_100_moves(benchmark, host):
     """Lower 100 rows to 3 bits and release, then bring them back: 200 moves, waits for their copies included."""
     arena = make_arena(host)
-    table = PageTable(LAYOUT, host.sizes, arena)
-    pager = Pager(table, arena, host, make_engine(arena))
+    engine = make_engine(arena)
+    table = PageTable(LAYOUT, host.sizes, arena, engine.upload)
+    pager = Pager(table, arena, host, engine)
     for bits in (2, 6):
         pager.start([Transition(row, int(table.committed[row]), bits, 0) for row in range(LAYOUT.rows)])
         pager.settle()
@@ -100,8 +101,9 @@ def bench_32_raises_in_a_fragmented_arena(benchmark):
             host.store_table(row, width, torch.zeros(n, 2**width, dtype=torch.float16))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     arena = Arena(2 * int(sizes.resident_bytes()[:, 1].sum()), 512, device)
-    table = PageTable(layout, sizes, arena)
-    pager = Pager(table, arena, host, make_engine(arena))
+    engine = make_engine(arena)
+    table = PageTable(layout, sizes, arena, engine.upload)
+    pager = Pager(table, arena, host, engine)
     pager.follow_kv(lambda sources, targets: None)
     for bits in (2, 3):
         pager.start([Transition(row, int(table.committed[row]), bits, 0) for row in range(layout.rows)])

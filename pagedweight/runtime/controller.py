@@ -60,7 +60,7 @@ class Runtime:
         self._engine = engine
         self._gauge = gauge
         self._weights = np.array([n * k for n, k in layout.row_shapes()], dtype=np.int64)
-        self._table = PageTable(layout, host.sizes, arena)
+        self._table = PageTable(layout, host.sizes, arena, engine.upload)
         self._pager = Pager(self._table, arena, host, engine)
         self._widths = Widths(self._table, self._pager, arena, config.max_loading_bytes)
         self._signals = SignalReader(

@@ -8,6 +8,7 @@ commit_raise, publish.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from pagedweight.runtime.pages import PageSizes
 from pagedweight.runtime.table_view import TableSnapshot
 
 NO_FRAME = -1
+Upload = Callable[[np.ndarray], torch.Tensor]
 
 
 class PageState(enum.IntEnum):
@@ -37,10 +39,11 @@ class PageTable:
     """R rows, at first with nothing on the device and committed width 0; the first raise of a row is to the floor.
 
     tables: what kernels read; addresses stay fixed for life and only `publish` writes there.
+    upload: the transfer engine's.
     step: boundaries so far. version: changes whenever a committed width does.
     """
 
-    def __init__(self, layout: Layout, sizes: PageSizes, arena: Arena) -> None:
+    def __init__(self, layout: Layout, sizes: PageSizes, arena: Arena, upload: Upload) -> None:
         rows, planes, most_frames = layout.rows, sizes.planes, int(sizes.plane_frames.max())
         self.sizes = sizes
         self.committed = np.zeros(rows, dtype=np.int64)
@@ -57,6 +60,7 @@ class PageTable:
         # What every boundary asks is kept beside the arrays, whose scans would cost more than all the rest of it.
         self._last_changed_at, self._any_dirty = 0, False
         self._arena = arena
+        self._upload = upload
         self._planes = np.arange(planes)
         self._identity = _identities(layout)
         self._bytes = sizes.resident_bytes()
@@ -224,13 +228,11 @@ class PageTable:
         # A plane that is not there gets the null address: a kernel that read it would fault, not answer wrongly.
         address = np.where(frames >= 0, self._arena.address(frames), 0)
         packed = np.column_stack([rows, self.committed[rows], self._arena.address(runs), address])
-        index, bits, table_address, frame_address = _to_device(packed, self.tables.bits.device).split(
-            [1, 1, 1, address.shape[1]], dim=1
-        )
-        index = index.squeeze(1)
-        self.tables.frame_address.index_copy_(0, index, frame_address.unflatten(1, self.frames.shape[1:]))
-        self.tables.table_address.index_copy_(0, index, table_address.squeeze(1))
-        self.tables.bits.index_copy_(0, index, bits.squeeze(1).int())
+        there = self._upload(packed)
+        index, halves = there[:, 0], there.view(torch.int32)  # the lower half of a little number is the number
+        self.tables.frame_address.index_copy_(0, index, there[:, 3:].unflatten(1, self.frames.shape[1:]))
+        self.tables.table_address.index_copy_(0, index, there[:, 2])
+        self.tables.bits.index_copy_(0, index, halves[:, 2])
         self._dirty[rows] = self._any_dirty = False
 
     def check(self) -> None:
@@ -292,8 +294,3 @@ def _empty_tables(rows: int, planes: int, frames: int, memory: torch.Tensor) -> 
             torch.zeros(rows, dtype=torch.int64, device=memory.device),
             memory,
         )
-
-
-def _to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    values = torch.from_numpy(values)
-    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)

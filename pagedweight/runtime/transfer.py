@@ -51,6 +51,10 @@ class TransferEngine(Protocol):
         """Host to frames between the forwards launched so far and those launched next."""
         ...
 
+    def upload(self, values: np.ndarray) -> torch.Tensor:
+        """The values on the arena's device, there for what is launched next."""
+        ...
+
     def relocate(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Frames to frames that are free or among the sources, all read before one is written, between the forwards
         launched so far and those launched next."""
@@ -103,6 +107,9 @@ class ImmediateEngine:
     def write_now(self, copies: Sequence[FrameCopy]) -> None:
         for frames, host in copies:
             self._rows.index_copy_(0, torch.from_numpy(frames), host.view(len(frames), -1))
+
+    def upload(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values)
 
     def relocate(self, sources: np.ndarray, targets: np.ndarray) -> None:
         self._rows.index_copy_(0, torch.from_numpy(targets), self._rows[torch.from_numpy(sources)])

@@ -52,6 +52,8 @@ class _Half:
         self.rows = rows
         self.address = rows.data_ptr()
         self.free = torch.cuda.Event()
+        # The memory may have been another tensor's, which kernels launched so far still use.
+        self.free.record(torch.cuda.current_stream(rows.device))
 
 
 class _Staging:
@@ -68,9 +70,6 @@ class _Staging:
         """The half that has been in use for longer; what comes next on the streams may overwrite it."""
         if not self._halves:
             self._halves = [_Half(rows) for rows in torch.empty(self._shape, dtype=_WORD, device=self._device)]
-            # The memory may have been another tensor's, which kernels launched so far still use.
-            for stream in streams:
-                stream.wait_stream(torch.cuda.current_stream(self._device))
         self._halves.reverse()
         for stream in streams:
             stream.wait_event(self._halves[0].free)
@@ -106,7 +105,8 @@ class CudaEngine:
         with torch.cuda.device(self._device), _settled(*self._copy_streams, self._spread_stream):
             # Everything launched so far on the compute stream may still use the frames.
             self._spread_stream.wait_stream(torch.cuda.current_stream(self._device))
-            self._cross(copies, pieces, self._staging, self._copy_streams, self._spread_stream, began)
+            ids = self._on_device(_frames_of(copies), self._spread_stream)
+            self._cross(ids, pieces, self._staging, self._copy_streams, self._spread_stream, began)
             return _EventTicket(self._spread_stream, hosts, began)
 
     def copy_out(self, copies: Sequence[FrameCopy]) -> Ticket:
@@ -133,11 +133,19 @@ class CudaEngine:
         compute = torch.cuda.current_stream(self._device)
         hosts, pieces = self._pieces(copies, self._writing)
         with torch.cuda.device(self._device), _settled(self._write_stream, compute):
-            self._cross(copies, pieces, self._writing, [self._write_stream], compute)
+            self._cross(self.upload(_frames_of(copies)), pieces, self._writing, [self._write_stream], compute)
             self._written.append(_EventTicket(self._write_stream, hosts))
 
+    def upload(self, values: np.ndarray) -> torch.Tensor:
+        # Crosses beside the forward that is running: behind it, the next one would wait for the bus.
+        compute = torch.cuda.current_stream(self._device)
+        values_there = self._on_device(values, self._write_stream)
+        compute.wait_stream(self._write_stream)
+        values_there.record_stream(compute)
+        return values_there
+
     def relocate(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        ids = self._on_device(np.stack([sources, targets]), torch.cuda.current_stream(self._device))
+        ids = self.upload(np.stack([sources, targets]))
         self._words.index_copy_(0, ids[1], self._words.index_select(0, ids[0]))
 
     def capturing(self) -> bool:
@@ -150,16 +158,15 @@ class CudaEngine:
 
     def _cross(
         self,
-        copies: Sequence[FrameCopy],
+        ids: torch.Tensor,
         pieces: Pieces,
         staging: _Staging,
         copying: Sequence[torch.cuda.Stream],
         spreading: torch.cuda.Stream,
         began: torch.cuda.Event | None = None,
     ) -> None:
-        """Host bytes to a half of the staging memory on streams that share its pieces, from there to their frames on
-        another; began: recorded where the first bytes start."""
-        ids = self._on_device(np.concatenate([frames for frames, _ in copies]), spreading)
+        """Host bytes to a half of the staging memory on streams that share its pieces, from there to the frames `ids`
+        on another; began: recorded where the first bytes start."""
         batch_of = pieces.start // staging.half_bytes
         for number, part in enumerate(ids.split(staging.half_frames)):
             half, batch = staging.next_half(copying), np.flatnonzero(batch_of == number)
@@ -197,6 +204,10 @@ def _settled(*streams: torch.cuda.Stream) -> Iterator[None]:
             on_error.callback(stream.synchronize)
         yield
         on_error.pop_all()
+
+
+def _frames_of(copies: Sequence[FrameCopy]) -> np.ndarray:
+    return np.concatenate([frames for frames, _ in copies])
 
 
 def _places(hosts: list[torch.Tensor]) -> np.ndarray:

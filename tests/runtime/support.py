@@ -229,6 +229,9 @@ class CrankedEngine:
                 self.fail_next_write = False
                 raise TransferFault("the table write failed")
 
+    def upload(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values)
+
     def relocate(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """In stream order every forward launched so far has read everything before a frame moves."""
         self.finish_forwards(len(self.forwards))

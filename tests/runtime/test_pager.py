@@ -25,7 +25,7 @@ class Bench:
         self.arena = Arena(frames * FRAME_BYTES, FRAME_BYTES)
         self.engine = CrankedEngine(self.arena)
         self.engine.model = self.model
-        self.table = PageTable(self.model.layout, self.model.sizes, self.arena)
+        self.table = PageTable(self.model.layout, self.model.sizes, self.arena, self.engine.upload)
         self.pager = Pager(self.table, self.arena, self.model.host, self.engine)
         self.pager.start([self.move(row, 2) for row in range(self.model.layout.rows)])
         self.pager.settle()

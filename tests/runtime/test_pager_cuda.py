@@ -56,7 +56,7 @@ class Machine:
         self.arena = Arena((floor_frames + spare_frames) * FRAME_BYTES, FRAME_BYTES, "cuda")
         self.arena.memory.fill_(0xFF)
         self.engine = FaultyEngine(self.arena, copy_streams=copy_streams)
-        self.table = PageTable(LAYOUT, self.host.sizes, self.arena)
+        self.table = PageTable(LAYOUT, self.host.sizes, self.arena, self.engine.upload)
         self.pager = Pager(self.table, self.arena, self.host, self.engine)
         self.pager.follow_kv(self.kv_moved)
         self.kv: list[tuple[np.ndarray, int]] = []

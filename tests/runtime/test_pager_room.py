@@ -27,7 +27,7 @@ class Crowd:
         self.engine = engine(self.arena)
         if engine is CrankedEngine:
             self.engine.model = self.model
-        self.table = PageTable(self.model.layout, self.model.sizes, self.arena)
+        self.table = PageTable(self.model.layout, self.model.sizes, self.arena, self.engine.upload)
         self.pager = Pager(self.table, self.arena, self.model.host, self.engine)
         self.kv: dict[int, int] = {}
         if kv_moves:

@@ -43,7 +43,7 @@ class PagerMachine(RuleBasedStateMachine):
         self.arena.memory.fill_(0xA5)
         self.engine = CrankedEngine(self.arena)
         self.engine.model = self.model
-        self.table = PageTable(self.model.layout, self.model.sizes, self.arena)
+        self.table = PageTable(self.model.layout, self.model.sizes, self.arena, self.engine.upload)
         self.pager = Pager(self.table, self.arena, self.model.host, self.engine)
         self.kv: list[np.ndarray] = []
         if kv_moves:

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import torch
 
 from pagedweight.runtime.frames import Arena, Owner, OwnerKind
 from pagedweight.runtime.table import PageTable
@@ -13,7 +14,7 @@ FLOOR = 2
 def table() -> PageTable:
     """Every row at the floor, by the table's own verbs and no pager."""
     model = tiny_model()
-    table = PageTable(model.layout, model.sizes, Arena(2000 * FRAME_BYTES, FRAME_BYTES))
+    table = PageTable(model.layout, model.sizes, Arena(2000 * FRAME_BYTES, FRAME_BYTES), torch.from_numpy)
     for row in range(model.layout.rows):
         raise_row(table, row, FLOOR)
     table.publish()
