@@ -153,7 +153,7 @@ def test_tables_for_the_next_forward_are_read_by_it_and_not_by_the_last_one():
 @pytest.mark.gpu
 def test_staging_memory_that_was_another_tensors_waits_for_that_ones_last_reader():
     """Whichever copy makes it: here one out, which takes one half, before one in, which takes both."""
-    arena, engine = make("cuda", frames=4096)
+    _, engine = make("cuda", frames=4096)
     page, room = random_page(64, pinned=True), random_page(1, pinned=True)
     other = torch.full((2 * engine._staging.half_bytes,), 7, dtype=torch.uint8, device="cuda")
     address = other.data_ptr()
@@ -170,7 +170,7 @@ def test_staging_memory_that_was_another_tensors_waits_for_that_ones_last_reader
 @pytest.mark.parametrize("device", engines())
 def test_uploaded_values_are_what_the_next_kernel_reads_and_stay_so(device):
     """Behind a late kernel, and while the memory of values that nobody names any more goes to the next ones."""
-    arena, engine = make(device)
+    _, engine = make(device)
     sums = []
     for turn in range(50):
         if device == "cuda":
