@@ -6,7 +6,7 @@ A checkpoint's folder holds `pagedweight/metadata.json` and the shards it lists.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -210,11 +210,16 @@ class Checkpoint:
         columns = self._shapes[self.layout.row(block)][1]
         return PackedBlock(self.planes(block), {bits: self.table(block, bits) for bits in self.layout.widths}, columns)
 
-    def verify(self) -> None:
-        """Read every byte and compare checksums; CheckpointError names the first shard that differs."""
+    def verify(self, progress: Callable[[str, int, int], None] = lambda step, done, total: None) -> None:
+        """Read every byte and compare checksums; CheckpointError names the first shard that differs.
+
+        progress: called with ("checksums", done, total) linear-blocks.
+        """
         for shard in self._shards:
+            progress("checksums", shard.first_row, self.layout.rows)
             if file_sha256(self._folder / shard.file) != shard.sha256:
                 raise CheckpointError(f"{self._folder / shard.file} is damaged: its checksum differs; copy it again")
+        progress("checksums", self.layout.rows, self.layout.rows)
 
     def _tensor(self, block: BlockId, suffix: str) -> Tensor:
         row = self.layout.row(block)

@@ -59,6 +59,10 @@ def is_hub_name(path: Path) -> bool:
 
 
 def _download(name: str | Path, wanted: list[str] | None, ignored: str | None, **hub: Any) -> Path:
+    """A repository's files in the Hub's cache. OSError when they cannot be had."""
     import huggingface_hub
 
-    return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=wanted, ignore_patterns=ignored, **hub))
+    try:
+        return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=wanted, ignore_patterns=ignored, **hub))
+    except OSError as error:
+        raise OSError(f"{name} is no folder here, and the Hub does not give it: {error}") from error

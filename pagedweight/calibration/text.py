@@ -42,7 +42,7 @@ def read_documents(path: str | Path) -> list[str]:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path} is not a file; give a .jsonl file with a text field, or a plain text file")
-    content = path.read_text(encoding="utf-8")
+    content = text_in(path)
     if path.suffix == ".jsonl":
         lines = enumerate(content.splitlines(), 1)
         documents = [_text_of(line, path, number) for number, line in lines if line.strip()]
@@ -51,6 +51,14 @@ def read_documents(path: str | Path) -> list[str]:
     if not any(document.strip() for document in documents):
         raise ValueError(f"{path} holds no text; give calibration text of at least {FEWEST_TOKENS} tokens")
     return documents
+
+
+def text_in(path: Path) -> str:
+    """A file's text; ValueError where it is in no UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text at byte {error.start}; give text, or convert it") from error
 
 
 def _text_of(line: str, path: Path, number: int) -> str:

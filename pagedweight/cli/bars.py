@@ -5,19 +5,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 
 class Bars:
-    """A bar for each step of a command; called with (step, done, total). Layers of one pass share a bar."""
+    """A bar for each step of a command; called with (step, done, total). Layers of one pass share a bar.
+
+    total: None for a step whose length nobody knows, which shows that something is going on, and since when.
+    """
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._tasks: dict[str, int] = {}
 
-    def __call__(self, step: str, done: int, total: int) -> None:
+    def __call__(self, step: str, done: int, total: int | None) -> None:
         name = "layer" if step.startswith("layer ") else step
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(step, total=total)
@@ -33,6 +37,19 @@ def bars() -> Iterator[Bars]:
         *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
     ) as progress:
         yield Bars(progress)
+
+
+def read_lines(path: Path, progress: Bars) -> Iterator[str]:
+    """A text file's lines, with a bar of its bytes. OSError when it cannot be read, ValueError when it is no text."""
+    total, done = path.stat().st_size, 0
+    with path.open("rb") as lines:
+        for line in lines:
+            done += len(line)
+            progress("reading", done, total)
+            try:
+                yield line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"byte {done - len(line) + error.start} is no text; give another file") from error
 
 
 @contextmanager

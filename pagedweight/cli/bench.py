@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagedweight.cli.common import fail, require_extras
+from pagedweight.cli.common import device_option, fail, require_extras
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,19 +35,18 @@ def bench(
     require_extras("hf")
     import torch
 
-    import pagedweight
     from pagedweight.cli.bars import bars
+    from pagedweight.cli.loading import load_checked
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_option(device)
     batches = batch or [1]
     try:
-        model = pagedweight.load(checkpoint, device_map=device, dtype=dtype).eval()
-        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        if longest is not None and prompt + steps + WARM_STEPS > longest:
-            raise ValueError(f"--prompt {prompt} and --steps {steps} are more than the model's {longest} tokens")
-        widths = model.pagedweight.layout.widths
         with bars() as progress:
-            rows = []
+            model = load_checked(checkpoint, progress, device_map=device, dtype=dtype)
+            longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+            if longest is not None and prompt + steps + WARM_STEPS > longest:
+                raise ValueError(f"--prompt {prompt} and --steps {steps} are more than the model's {longest} tokens")
+            rows, widths = [], model.pagedweight.layout.widths
             for width in widths:
                 with model.pagedweight.held_at(width):
                     for count in batches:

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import NamedTuple
 
+from pagedweight.cli.common import EXTRA_MODULES, missing_of
+
 GOOD, NOTE, BAD = "good", "note", "bad"
 PACKAGES = ("torch", "triton", "numpy", "scipy", "safetensors", "transformers", "accelerate", "vllm")
 # First and last release that all tests of a part were run with; others may well do.
 TRIED = {"torch": ("2.11", "2.13"), "triton": ("3.6", "3.9"), "transformers": ("5.9", "5.24")}
 LEAST_CAPABILITY, BF16_CAPABILITY, PREFILL_CAPABILITY = (7, 5), (8, 0), 9
 PREFILL_TRITON = (3, 6)
-LARGE = "batches of more than 64 tokens take portable kernels"
 GIB = 2**30
 
 
@@ -40,7 +41,7 @@ class Machine(NamedTuple):
 
     torch_cuda: CUDA release that torch was built for, None for a CPU build. torch_triton: the Triton that torch's own
     metadata asks for, None when it asks for none. driver: the NVIDIA driver's version, None without one.
-    gpus: those that torch can use.
+    gpus: those that torch can use. extras: whether all packages of an extra of commands' are there, by its name.
     """
 
     python: str
@@ -51,6 +52,7 @@ class Machine(NamedTuple):
     torch_triton: str | None
     driver: str | None
     gpus: tuple[Gpu, ...]
+    extras: Mapping[str, bool]
 
 
 def look() -> Machine:
@@ -72,6 +74,7 @@ def look() -> Machine:
         torch_triton=wanted,
         driver=_driver(),
         gpus=tuple(gpus),
+        extras={extra: not missing_of(extra) for extra in EXTRA_MODULES if extra != "vllm"},
     )
 
 
@@ -83,6 +86,7 @@ def judge(machine: Machine) -> list[Check]:
         _triton(machine),
         *_devices(machine),
         _vllm(machine.packages.get("vllm")),
+        _extras(machine.extras),
     ]
 
 
@@ -92,11 +96,11 @@ def _packages(machine: Machine) -> Iterator[Check]:
         if name in ("triton", "vllm"):
             continue
         if found is None and name in ("transformers", "accelerate"):
-            yield Check(name, NOTE, "not installed", "models are loaded with it; pip install 'pagedweight[hf]'")
+            yield Check(name, NOTE, "not installed", "pip install 'pagedweight[hf]': models are loaded with it")
         elif found is None:
             yield Check(name, BAD, "not installed", f"pip install '{name}>={least}'")
         elif numbers(found) < numbers(least):
-            yield Check(name, BAD, found, f"too old; pip install --upgrade '{name}>={least}'")
+            yield Check(name, BAD, found, f"pip install --upgrade '{name}>={least}': too old")
         else:
             yield _tried(name, found)
 
@@ -105,24 +109,30 @@ def _tried(name: str, found: str) -> Check:
     first, last = TRIED.get(name, (None, None))
     if first is None or numbers(first) <= numbers(found)[:2] <= numbers(last):
         return Check(name, GOOD, found)
-    return Check(name, NOTE, found, f"tested with {first} to {last}; if something fails, try one of these")
+    return Check(
+        name,
+        NOTE,
+        found,
+        f"nothing while all goes well; {first} to {last} were tested, so try one of these if something fails",
+    )
 
 
 def _triton(machine: Machine) -> Check:
     found, least = machine.packages.get("triton"), machine.required.get("triton", "0")
     if found is None:
-        advice = "models run on the CPU alone; " + (
-            f"pip install 'triton>={least}'" if machine.torch_cuda else "a CUDA build of torch brings it"
+        where = (
+            f"pip install 'triton>={least}'" if machine.torch_cuda else "install a CUDA build of torch, which brings it"
         )
+        advice = f"{where}: without it models run on the CPU alone"
         return Check("triton", BAD if machine.gpus else NOTE, "not installed", advice)
     if numbers(found) < numbers(least):
-        return Check("triton", BAD, found, f"too old; install a torch that brings triton {least} or later")
+        return Check("triton", BAD, found, f"install a torch that brings triton {least} or later: too old")
     if machine.gpus and machine.torch_triton and numbers(machine.torch_triton)[:2] != numbers(found)[:2]:
         return Check(
             "triton",
             NOTE,
             found,
-            f"torch asks for {machine.torch_triton}; pip install 'triton=={machine.torch_triton}'",
+            f"pip install 'triton=={machine.torch_triton}', which this torch asks for",
         )
     return _tried("triton", found)
 
@@ -137,7 +147,7 @@ def _devices(machine: Machine) -> Iterator[Check]:
 
 
 def _no_gpu(machine: Machine) -> Check:
-    slow = "works, with plain torch and slowly: good for trying out small models"
+    slow = "use a machine with an NVIDIA GPU for more than small models: plain torch works here, slowly"
     if machine.driver is None:
         return Check("GPU", NOTE, "none", slow)
     if machine.torch_cuda is None:
@@ -160,23 +170,29 @@ def _gpu(name: str, gpu: Gpu, triton: tuple[int, ...]) -> Check:
     capability = ".".join(map(str, gpu.capability))
     found = f"{gpu.name}, compute capability {capability}, {gpu.memory_bytes / GIB:.0f} GiB"
     if gpu.capability < LEAST_CAPABILITY:
-        return Check(name, BAD, found, "the kernels need compute capability 7.5 or later")
+        return Check(name, BAD, found, "use a GPU of compute capability 7.5 or later, which the kernels need")
     if gpu.capability < BF16_CAPABILITY:
-        return Check(name, NOTE, found, "no bfloat16; load models with dtype=torch.float16")
+        return Check(name, NOTE, found, "load models with dtype=torch.float16: it has no bfloat16")
     if gpu.capability[0] != PREFILL_CAPABILITY:
         return Check(
-            name, NOTE, found, "batches of more than 64 tokens take the portable kernels; the fast ones are Hopper's"
+            name,
+            NOTE,
+            found,
+            "nothing; batches of more than 64 tokens take the portable kernels, the faster ones are Hopper's",
         )
     if triton[:2] < PREFILL_TRITON:
         return Check(
-            name, NOTE, found, "batches of more than 64 tokens take slower kernels; triton 3.6 has the fast ones"
+            name,
+            NOTE,
+            found,
+            "install a torch that brings triton 3.6: the faster kernels for more than 64 tokens need it",
         )
     return Check(name, GOOD, found)
 
 
 def _vllm(found: str | None) -> Check:
     if found is None:
-        return Check("vllm", NOTE, "not installed", "only needed to serve with vLLM")
+        return Check("vllm", NOTE, "not installed", "pip install 'pagedweight[vllm]', to serve with vLLM only")
     from pagedweight.integrations.vllm.versions import check_version
 
     try:
@@ -184,6 +200,16 @@ def _vllm(found: str | None) -> Check:
     except ImportError as error:
         return Check("vllm", BAD, found, str(error).partition("; ")[2])
     return Check("vllm", GOOD, found)
+
+
+def _extras(found: Mapping[str, bool]) -> Check:
+    there, missing = ([name for name, has in found.items() if has is wanted] for wanted in (True, False))
+    said = f"{', '.join(there) or 'none'} installed" + (f", not {', '.join(missing)}" if missing else "")
+    if not missing:
+        return Check("extras", GOOD, said)
+    return Check(
+        "extras", NOTE, said, f"pip install 'pagedweight[{','.join(missing)}]', for the commands that need them"
+    )
 
 
 def numbers(version: str) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagedweight.cli.common import fail, parse_bytes, require_extras
+from pagedweight.cli.common import device_option, fail, model_option, parse_bytes, require_extras
 
 if TYPE_CHECKING:
     from pagedweight.evaluation.methods import Budget
@@ -64,10 +64,10 @@ def evaluate(
         dict(_named_file(one) for one in task or ()),
         tuple(method or DEFAULT_METHODS),
         tuple(_budget(one) for one in budget or ("3", "4")),
-        reference,
+        model_option("--reference", reference),
         Size(length, count, seed),
         rows,
-        device,
+        device_option(device),
         dtype,
     )
     content = _run(plan, out, harness or [], {"folder": harness_folder, "limit": harness_limit})
@@ -75,12 +75,15 @@ def evaluate(
 
 
 def _run(plan: Plan, out: Path, harness: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    from pagedweight.checkpoint import Checkpoint
     from pagedweight.cli.bars import bars
+    from pagedweight.demo.run import quiet_transformers
     from pagedweight.evaluation.run import evaluate as run
     from pagedweight.evaluation.run import evaluate_harness
 
     try:
-        with bars() as progress:
+        Checkpoint.open(plan.checkpoint)  # before transformers looks for a model of that name
+        with quiet_transformers(), bars() as progress:
             content = run(plan, out, progress) if plan.tasks else {}
             return evaluate_harness(plan, out, harness, progress, **options) if harness else content
     except (ValueError, OSError) as error:

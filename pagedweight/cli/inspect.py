@@ -34,10 +34,12 @@ def inspect(
     if picture:
         require_extras("plots")
     from pagedweight.checkpoint import CheckpointError
+    from pagedweight.cli.bars import bars
     from pagedweight.cli.inspect_facts import facts_of
 
     try:
-        facts = facts_of(checkpoint, verify=verify)
+        with bars() as progress:
+            facts = facts_of(checkpoint, verify=progress if verify else None)
     except (CheckpointError, ValueError) as error:
         raise fail(str(error)) from error
     if picture:

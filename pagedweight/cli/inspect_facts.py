@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from pagedweight.layout import Layout, MoeLayer, Projection, table_bytes
 from pagedweight.patching import policy_of
 from pagedweight.patching_sizes import resident_bytes
 from pagedweight.policy import Policy
+
+if TYPE_CHECKING:
+    from pagedweight.cli.bars import Bars
 
 COLD_SHARE = 0.25  # of an equal share of its layer's routing mass
 
@@ -72,15 +75,16 @@ class Facts(NamedTuple):
         }
 
 
-def facts_of(folder: Path, *, verify: bool = False) -> Facts:
-    """Read a folder's metadata and policy, not its pages; verify: read and hash every page too.
+def facts_of(folder: Path, *, verify: Bars | None = None) -> Facts:
+    """Read a folder's metadata and policy, not its pages; verify: read and hash every page too, with
+    bars.
 
     CheckpointError when it has no whole pages, ValueError when its policy is damaged or another model's.
     """
     opened, policy = Checkpoint.open(folder), policy_of(folder)
     policy.check_layout(opened.layout)
-    if verify:
-        opened.verify()
+    if verify is not None:
+        opened.verify(verify)
     unreached = _unreached(folder)
     layers = list(_layers(opened.layout, policy, unreached or {}))
     even = all(np.ptp(layer.shares) < 1e-9 for layer in layers)

@@ -9,6 +9,7 @@ import typer
 
 import pagedweight
 from pagedweight.cli.bench import bench
+from pagedweight.cli.common import OneSentence
 from pagedweight.cli.demo import demo
 from pagedweight.cli.doctor import doctor
 from pagedweight.cli.eval import evaluate
@@ -24,7 +25,7 @@ EXIT_CODES = (
     "sentence on stderr; 130 interrupted."
 )
 
-app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
+app = typer.Typer(cls=OneSentence, add_completion=True, pretty_exceptions_enable=False)
 
 
 def _print_version(wanted: bool) -> None:
@@ -33,13 +34,16 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(epilog=EXIT_CODES)
+@app.callback(epilog=EXIT_CODES, invoke_without_command=True)
 def root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
     """MoE expert weights and the KV cache share one memory budget."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 app.command()(demo)

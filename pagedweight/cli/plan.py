@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagedweight.cli.common import fail, size_option
+from pagedweight.cli.common import TRACE_FAULTS, fail, size_option, trace_fault
 
 if TYPE_CHECKING:
     from pagedweight.cli.dry_run import Planned
@@ -53,20 +53,30 @@ def plan(
 def replay(
     trace: Annotated[Path, typer.Argument(help="File written with RuntimeConfig(trace_path=...).", dir_okay=False)],
     checkpoint: FolderArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a sentence.")] = False,
 ) -> None:
     """Plan every step of a trace again; leaves with code 1 when a plan differs from the recorded one."""
-    from pagedweight.checkpoint import CheckpointError
+    from pagedweight.checkpoint import Checkpoint, CheckpointError
+    from pagedweight.cli.bars import bars, read_lines
     from pagedweight.patching import policy_of
     from pagedweight.runtime.planner_trace import replay as replay_trace
 
     try:
-        with trace.open(encoding="utf-8") as lines:
-            steps = list(replay_trace(lines, policy_of(checkpoint)))
-    except (OSError, CheckpointError, ValueError) as error:
+        layout, policy = Checkpoint.open(checkpoint).layout, policy_of(checkpoint)
+        policy.check_layout(layout)
+    except (CheckpointError, ValueError) as error:
         raise fail(str(error)) from error
+    try:
+        with bars() as progress:
+            steps = list(replay_trace(read_lines(trace, progress), policy))
+    except TRACE_FAULTS as error:
+        raise fail(f"{trace}: {trace_fault(error)}") from error
     differing = [step.step for step in steps if not step.same]
     moves = sum(len(step.recorded.transitions) for step in steps)
-    typer.echo(f"{len(steps)} planner steps with {moves} moves; {len(steps) - len(differing)} replay bit for bit")
+    if as_json:
+        typer.echo(json.dumps({"planner_steps": len(steps), "moves": moves, "different_steps": differing}))
+    else:
+        typer.echo(f"{len(steps)} planner steps with {moves} moves; {len(steps) - len(differing)} replay bit for bit")
     if differing:
         typer.echo(f"different from step {differing[0]} on: {len(differing)} steps", err=True)
         raise typer.Exit(1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagedweight.cli.common import fail, require_extras
+from pagedweight.cli.common import device_option, fail, model_option, require_extras
 
 if TYPE_CHECKING:
     from pagedweight.layout import Layout
@@ -49,6 +49,7 @@ def quantize(
         raise fail("--data and --statistics exclude each other; statistics were taken from a text already")
     if keep_statistics and not data:
         raise fail("--keep-statistics keeps what --data gives; add --data")
+    device = device_option(device)
     from pagedweight.calibration.stored import load_statistics
     from pagedweight.cli.bars import bars, noted_warnings
     from pagedweight.quantizing import quantize as run
@@ -98,6 +99,7 @@ def calibrate(
     require_extras("hf")
     if not data:
         raise fail("calibrate needs text; give --data FILE")
+    device = device_option(device)
     from pagedweight.calibration.pipeline import Options
     from pagedweight.calibration.pipeline import calibrate as run
     from pagedweight.cli.bars import bars, noted_warnings
@@ -109,7 +111,7 @@ def calibrate(
             run(
                 checkpoint,
                 list(data),
-                model=model,
+                model=model_option("--model", model),
                 statistics=statistics,
                 windows=windows,
                 device=device,

@@ -9,7 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from pagedweight.cli.report_run import Run
+from pagedweight.cli.report_run import Run, totals_of
 
 MIB = 2**20
 FIGURE = "run"
@@ -64,13 +64,14 @@ def page(run: Run, title: str) -> str:
 
 
 def sums_of(run: Run) -> dict[str, str]:
+    totals = totals_of(run)
     return {
-        "planner steps": f"{run.step[-1] + 1:,}",
-        "mean bits, lowest": f"{run.mean_bits.min():.2f} of {run.widths[-1]}",
-        "mean bits, at the end": f"{run.mean_bits[-1]:.2f}",
-        "released": f"{run.released_bytes.sum() / MIB:,.1f} MiB in {run.lowered.sum():,} moves",
-        "loaded back": f"{run.loaded_bytes.sum() / MIB:,.1f} MiB in {run.raised.sum():,} moves",
-        "largest shortfall": f"{run.shortfall_bytes.max() / MIB:,.1f} MiB",
+        "planner steps": f"{totals['planner_steps']:,}",
+        "mean bits, lowest": f"{totals['lowest_mean_bits']:.2f} of {run.widths[-1]}",
+        "mean bits, at the end": f"{totals['last_mean_bits']:.2f}",
+        "released": f"{totals['released_bytes'] / MIB:,.1f} MiB in {totals['lowered']:,} moves",
+        "loaded back": f"{totals['loaded_bytes'] / MIB:,.1f} MiB in {totals['raised']:,} moves",
+        "largest shortfall": f"{totals['largest_shortfall_bytes'] / MIB:,.1f} MiB",
     }
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
-from pagedweight.runtime.planner_trace import TRACE_VERSION, unpack
+from pagedweight.runtime.planner_trace import TRACE_VERSION, records_of, unpack
 
 _CURVES = ("weight_bytes", "free_bytes", "kv_bytes", "mean_bits", "layer_bits", "rows_at_width")
 _SUMS = ("lowered", "raised", "released_bytes", "loaded_bytes", "damage")
@@ -42,7 +41,7 @@ class Run(NamedTuple):
 
 def read_run(lines: Iterable[str]) -> Run:
     """ValueError when the lines are no trace of this version, or hold no step."""
-    records = _records(lines)
+    records = records_of(lines)
     head = next(records, {})
     if head.get("trace_version") != TRACE_VERSION:
         raise ValueError(
@@ -59,6 +58,20 @@ def read_run(lines: Iterable[str]) -> Run:
     return Run(widths=widths, step=np.arange(len(steps)), kv_bytes=kv, **columns)
 
 
+def totals_of(run: Run) -> dict[str, float]:
+    """What a whole run comes to, of all its steps."""
+    return {
+        "planner_steps": int(run.step[-1]) + 1,
+        "lowest_mean_bits": float(run.mean_bits.min()),
+        "last_mean_bits": float(run.mean_bits[-1]),
+        "lowered": int(run.lowered.sum()),
+        "released_bytes": int(run.released_bytes.sum()),
+        "raised": int(run.raised.sum()),
+        "loaded_bytes": int(run.loaded_bytes.sum()),
+        "largest_shortfall_bytes": int(run.shortfall_bytes.max()),
+    }
+
+
 def thinned(run: Run, points: int) -> Run:
     """At most so many points: curves as they are at the end of each stretch of steps, moves and damage summed up."""
     count = len(run.step)
@@ -70,17 +83,6 @@ def thinned(run: Run, points: int) -> Run:
     changed |= {name: np.add.reduceat(getattr(run, name), first) for name in _SUMS}
     changed["shortfall_bytes"] = np.maximum.reduceat(run.shortfall_bytes, first)
     return run._replace(**changed)
-
-
-def _records(lines: Iterable[str]) -> Iterator[dict]:
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"line {number} is not JSON ({error}); give a trace, or what is whole of it") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"line {number} holds a {type(record).__name__}, not an object; give a trace")
-        yield record
 
 
 def _step(record: dict, widths: tuple[int, ...], held: np.ndarray, layer: np.ndarray) -> dict[str, object]:

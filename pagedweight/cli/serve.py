@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagedweight.cli.common import fail, require_extras, size_option
+from pagedweight.cli.common import device_option, fail, require_extras, size_option
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -136,27 +136,29 @@ def _load(
     batch_tokens: int,
 ) -> Engine:
     """The model with its tokenizer, ready; leaves with code 2 when the folder, the budget or a name will not do."""
-    import torch
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     import pagedweight
+    from pagedweight.cli.bars import bars
+    from pagedweight.cli.loading import load_checked
     from pagedweight.serving.engine import Engine
 
     if dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise fail(f"--dtype {dtype}: use auto, bfloat16, float16 or float32")
     logging.set_verbosity_error()  # a line for each request otherwise
     trace_path = None if trace is None else str(trace)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_option(device)
     try:
         config = pagedweight.RuntimeConfig(budget_bytes=budget_bytes, trace_path=trace_path)
-        model = pagedweight.load(checkpoint, config=config, device_map=device, dtype=dtype)
+        with bars() as progress:
+            model = load_checked(checkpoint, progress, config=config, device_map=device, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     except (ValueError, OSError) as error:
         raise fail(" ".join(str(error).split())) from error
     batched = batching is Batching.CONTINUOUS
     called = name or checkpoint.resolve().name
-    return Engine(model.eval(), tokenizer, called, batched=batched, batch_tokens=batch_tokens)
+    return Engine(model, tokenizer, called, batched=batched, batch_tokens=batch_tokens)
 
 
 def _vllm_serves() -> bool:

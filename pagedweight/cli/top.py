@@ -34,7 +34,7 @@ def top(
 ) -> None:
     """Watch a running server: KV and weight bytes, bits layer by layer, moves and stalls, from its /metrics."""
     require_extras("serve")
-    if urllib.parse.urlparse(address).scheme not in ("http", "https"):
+    if not _is_address(address):
         raise fail(f"{address} is no address; write http://HOST:PORT")
     if picture is not None and picture.suffix != ".svg":
         raise fail(f"--picture {picture}: name a file that ends in .svg")
@@ -49,6 +49,14 @@ def top(
         _draw(address, seen, picture)
     else:
         _show(address, seen)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urllib.parse.urlparse(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:  # no port, or brackets that do not close
+        return False
 
 
 def read(address: str) -> Reading:

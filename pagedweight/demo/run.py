@@ -70,7 +70,8 @@ class DemoResult(NamedTuple):
 def run_demo(options: DemoOptions) -> DemoResult:
     """Load, measure every uniform width, generate, let the weights come back, read; ValueError on a bad budget."""
     started = time.perf_counter()
-    with Progress(console=Console(stderr=True), transient=True) as progress, one_thread():
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress, one_thread():
         with stage(progress, "loading the model", 1):
             model, tokenizer = load(options.budget_bytes, options.trace_path)
             text = HeldOut.load(ASSETS / "heldout").first(options.windows)

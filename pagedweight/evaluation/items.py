@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedweight.calibration.text import Windows, read_documents, token_windows
+from pagedweight.calibration.text import Windows, read_documents, text_in, token_windows
 
 Encode = Callable[[str], Sequence[int]]
 CHARACTERS_PER_TOKEN = 8  # a token is seldom longer, and tokenizers take seconds for whole files
@@ -125,7 +125,7 @@ def _first_record(path: Path) -> Mapping[str, Any] | None:
 
 def _records(path: Path, *, first: bool = False) -> list[Mapping[str, Any]]:
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text_in(path).splitlines(), 1):
         if not line.strip():
             continue
         try:

@@ -80,7 +80,7 @@ class TraceWriter:
 
 def replay(lines: Iterable[str], policy: Policy) -> Iterator[Replayed]:
     """Plan every recorded step again. ValueError when the trace is another version's or another policy's."""
-    records = map(json.loads, lines)
+    records = records_of(lines)
     head = next(records, {})
     if head.get("trace_version") != TRACE_VERSION:
         raise ValueError(f"the trace has version {head.get('trace_version')}; this release replays {TRACE_VERSION}")
@@ -100,6 +100,18 @@ def replay(lines: Iterable[str], policy: Policy) -> Iterator[Replayed]:
             queue, plan = plan_step(table, observation, policy, queue)
         moves, *rest = record["plan"]
         yield Replayed(step, Plan(tuple(map(Transition._make, moves)), *rest), plan)
+
+
+def records_of(lines: Iterable[str]) -> Iterator[dict]:
+    """A trace's lines as objects; ValueError names the first that is none."""
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"line {number} is not JSON ({error}); give a trace, or what is whole of it") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"line {number} holds a {type(record).__name__}, not an object; give a trace")
+        yield record
 
 
 def digest(policy: Policy) -> str:

@@ -19,7 +19,8 @@ PACKAGES = MappingProxyType({**VERSIONS, "transformers": "5.17.0", "accelerate":
 LEAST = MappingProxyType({"torch": "2.8", "triton": "3.4", "numpy": "1.26", "scipy": "1.11", "safetensors": "0.5"})
 REQUIRED = MappingProxyType({**LEAST, "transformers": "5.9", "accelerate": "1.1"})
 H200 = Gpu("NVIDIA H200", (9, 0), 139 * 2**30)
-HOPPER = Machine("3.12.3", "Linux x86_64", PACKAGES, REQUIRED, "13.0", "3.6.0", "580.65.06", (H200,))
+EXTRAS = MappingProxyType({"hf": True, "plots": True, "serve": True, "eval": True})
+HOPPER = Machine("3.12.3", "Linux x86_64", PACKAGES, REQUIRED, "13.0", "3.6.0", "580.65.06", (H200,), EXTRAS)
 
 
 def states(machine: Machine) -> dict[str, str]:
@@ -58,12 +59,35 @@ def test_the_machine_that_everything_was_measured_on_is_good() -> None:
         (HOPPER._replace(gpus=()), "GPU", BAD, "CUDA 13.0"),  # the driver is too old for this torch
         (HOPPER._replace(gpus=(), torch_cuda=None), "GPU", BAD, "constraints-cpu.txt"),  # a CPU build beside a driver
         (HOPPER._replace(gpus=(), torch_cuda=None, driver=None), "GPU", NOTE, "slowly"),
+        (HOPPER._replace(extras={**EXTRAS, "serve": False}), "extras", NOTE, "pagedweight[serve]"),
     ],
 )
 def test_what_is_wrong_is_said_with_what_to_change(machine: Machine, name: str, state: str, advice: str) -> None:
     check = next(check for check in judge(machine) if check.name == name)
     assert check.state == state
     assert advice in check.advice
+
+
+RELEASES = st.sampled_from([None, "0.1", "2.8", "2.11.0+cu130", "3.3.1", "3.6.0", "3.9", "5.17.0", "99.1rc1"])
+GPUS = st.builds(Gpu, st.just("a GPU"), st.tuples(st.integers(5, 12), st.integers(0, 9)), st.just(2**34))
+MACHINES = st.builds(
+    Machine,
+    python=st.just("3.12.3"),
+    system=st.just("Linux x86_64"),
+    packages=st.fixed_dictionaries(dict.fromkeys(PACKAGES, RELEASES)).filter(lambda p: p["torch"] is not None),
+    required=st.sampled_from([REQUIRED, {}]),
+    torch_cuda=st.none() | st.just("13.0"),
+    torch_triton=st.none() | st.just("3.6.0"),
+    driver=st.none() | st.just("580.65.06"),
+    gpus=st.lists(GPUS, max_size=2).map(tuple),
+    extras=st.fixed_dictionaries(dict.fromkeys(EXTRAS, st.booleans())),
+)
+
+
+@given(MACHINES)
+def test_every_finding_of_any_machine_says_what_to_change_and_only_those(machine: Machine) -> None:
+    for check in judge(machine):
+        assert bool(check.advice) == (check.state != GOOD), check
 
 
 @given(st.tuples(*[st.integers(0, 99)] * 3), st.sampled_from(["", "+cu130", "rc1", ".dev2", "a0+git1"]))

