@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pagedweight.checkpoint_format import (
@@ -27,10 +25,10 @@ from pagedweight.checkpoint_format import (
     file_sha256,
     join_table,
     parse,
-    read_header,
     specs_of,
     table_parts,
 )
+from pagedweight.checkpoint_header import Header, TensorReader, leaves_folder, read_header
 from pagedweight.checkpoint_shard import ShardWriter, specs_bytes, sync_and_rename
 from pagedweight.layout import BlockId, Layout, PackedBlock
 
@@ -177,7 +175,8 @@ class Checkpoint:
         self._folder = folder
         self._shards = document.shards
         self._shapes = self.layout.row_shapes()
-        self._files: dict[str, Any] = {}
+        self._headers: dict[str, Header] = {}
+        self._readers: dict[str, TensorReader] = {}
 
     @classmethod
     def open(cls, directory: str | Path) -> Checkpoint:
@@ -226,10 +225,10 @@ class Checkpoint:
         shard = next(shard for shard in self._shards if row < shard.first_row + shard.rows)
         path = self._folder / shard.file
         try:
-            if shard.file not in self._files:
-                self._files[shard.file] = safe_open(path, framework="pt")
-            return self._files[shard.file].get_tensor(f"{block}.{suffix}")
-        except (OSError, SafetensorError) as error:
+            if shard.file not in self._readers:
+                self._readers[shard.file] = TensorReader(path, self._headers[shard.file].entries)
+            return self._readers[shard.file].tensor(f"{block}.{suffix}")
+        except OSError as error:
             raise CheckpointError(f"{block}.{suffix} cannot be read from {path}: {error}") from error
 
     def _wanted(self) -> Iterator[tuple[Shard, Specs]]:
@@ -245,21 +244,44 @@ class Checkpoint:
         edges = [0, *(shard.first_row + shard.rows for shard in self._shards)]
         if [shard.first_row for shard in self._shards] != edges[:-1] or edges[-1] != self.layout.rows:
             raise CheckpointError(f"{self._folder / METADATA} is damaged: its shards do not cover every linear-block")
-        got: dict[str, Specs] = {}
-        wanted: dict[str, Specs] = {}
-        digests: dict[str, str] = {}
-        for shard, specs in self._wanted():
-            wanted[shard.file] = specs
-            got[shard.file], digests[shard.file] = read_header(self._folder / shard.file, shard.bytes)
+        for shard in self._shards:
+            self._headers[shard.file] = self._header(shard)
+        wanted = {shard.file: specs for shard, specs in self._wanted()}
+        got = {
+            file: {name: (entry.dtype, entry.shape) for name, entry in header.entries.items()}
+            for file, header in self._headers.items()
+        }
         self._check_names(got, wanted)
         for shard in self._shards:
-            size = (self._folder / shard.file).stat().st_size
-            if size != shard.bytes:
+            header = self._headers[shard.file]
+            if header.bytes != shard.bytes:
                 raise CheckpointError(
-                    f"{self._folder / shard.file} has {size} bytes and should have {shard.bytes}; copy it again"
+                    f"{self._folder / shard.file} has {header.bytes} bytes and should have {shard.bytes}; copy it again"
                 )
-            if digests[shard.file] != shard.header_sha256:
+            if header.sha256 != shard.header_sha256:
                 raise CheckpointError(f"the header of {self._folder / shard.file} is damaged; copy the file again")
+
+    def _header(self, shard: Shard) -> Header:
+        """A shard's head, which has as many tensors as its linear-blocks need: what the metadata says of their number
+        is not believed before."""
+        path = self._folder / shard.file
+        if not path.exists():
+            raise CheckpointError(f"{path} is missing; it should have {shard.bytes} bytes")
+        if leaves_folder(path):
+            raise CheckpointError(f"{path} is a link out of its folder; copy the file there")
+        try:
+            header = read_header(path)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"the header of {path} cannot be read ({error}); the file has {path.stat().st_size} bytes and should "
+                f"have {shard.bytes}"
+            ) from error
+        if shard.rows * self.layout.parent_width > len(header.entries):
+            raise CheckpointError(
+                f"{path} holds {len(header.entries)} tensors, fewer than {shard.rows} linear-blocks have; the files do "
+                "not belong together"
+            )
+        return header
 
     def _check_names(self, got: dict[str, Specs], wanted: dict[str, Specs]) -> None:
         for file, specs in got.items():

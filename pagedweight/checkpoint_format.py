@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from pagedweight.bitplane import plane_words
+from pagedweight.checkpoint_header import MAX_HEADER_BYTES
+from pagedweight.documents import read_json
 from pagedweight.layout import BlockId, Layout, MoeLayer, PackedBlock
 
 FORMAT_VERSION = 1
 SHARD_NAME = re.compile(r"pages-\d{5}\.safetensors")
-MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 DTYPES = {torch.uint32: "U32", torch.float16: "F16", torch.uint8: "U8", torch.float32: "F32"}
 FIELDS = ("format", "version", "widths", "codebooks", "recipe", "layers", "shards")
 LIST_LIMIT = 20  # problems named in one message
@@ -136,23 +137,39 @@ def dump(document: Document) -> str:
 def parse(path: Path) -> Document:
     """Read a metadata document; CheckpointError when it is damaged or of another version, a warning on new fields."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        if path.stat().st_size > MAX_HEADER_BYTES:
+            raise ValueError(f"it has more than {MAX_HEADER_BYTES} bytes")
+        content = read_json(path.read_bytes())
         if content["format"] != "pagedweight" or content["version"] != FORMAT_VERSION:
             raise CheckpointError(
-                f"{path} is {content['format']} version {content['version']}; "
+                f"{path} is {content['format']!r:.80} version {content['version']!r:.80}; "
                 f"this release reads pagedweight version {FORMAT_VERSION}"
             )
-        codebooks = {int(bits): name for bits, name in content["codebooks"].items()}
-        layers = tuple(MoeLayer(**_known(MoeLayer, layer, path)) for layer in content["layers"])
-        shards = [Shard(**_known(Shard, shard, path)) for shard in content["shards"]]
-        layout = Layout(layers, tuple(content["widths"]), codebooks)
-        document = Document(layout, shards, dict(content.get("recipe", {})), content.get("s_bar"))
+        document = _document(content, path)
     except CheckpointError:
         raise
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     _warn_of_unknown(set(content) - {*FIELDS, "s_bar"}, path)
     return document
+
+
+def _document(content: dict[str, Any], path: Path) -> Document:
+    widths = tuple(content["widths"])
+    if not all(type(bits) is int for bits in widths):
+        raise TypeError(f"widths are {content['widths']!r:.200}; wanted whole numbers")
+    codebooks = {bits: content["codebooks"][str(bits)] for bits in widths}
+    layers = tuple(MoeLayer(**_known(MoeLayer, layer, path)) for layer in content["layers"])
+    numbers = [layer.layer for layer in layers]
+    if numbers != sorted(set(numbers)):
+        raise ValueError(f"layers are {str(numbers)[:200]}; wanted each once, ascending")
+    shards = [Shard(**_known(Shard, shard, path)) for shard in content["shards"]]
+    if len({shard.file for shard in shards}) < len(shards):
+        raise ValueError("two shards are the same file")
+    recipe = content.get("recipe", {})
+    if not all(isinstance(value, str) for value in recipe.values()):
+        raise TypeError("recipe holds something other than strings")
+    return Document(Layout(layers, widths, codebooks), shards, recipe, content.get("s_bar"))
 
 
 def _known(kind: type, record: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -161,7 +178,7 @@ def _known(kind: type, record: dict[str, Any], path: Path) -> dict[str, Any]:
     _warn_of_unknown(record.keys() - known.keys(), path)
     for name in record.keys() & known.keys():
         if type(record[name]).__name__ != known[name]:
-            raise TypeError(f"{name} is {record[name]!r}; wanted {known[name]}")
+            raise TypeError(f"{name} is {record[name]!r:.200}; wanted {known[name]}")
     return {name: value for name, value in record.items() if name in known}
 
 
@@ -174,26 +191,6 @@ def file_sha256(path: Path) -> str:
     """Hex SHA-256 of a whole file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def read_header(path: Path, expected_bytes: int) -> tuple[Specs, str]:
-    """A shard's tensors as its header names them, and the header's SHA-256."""
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; it should have {expected_bytes} bytes")
-    size = path.stat().st_size
-    unreadable = f"the header of {path} cannot be read; the file has {size} bytes and should have {expected_bytes}"
-    with open(path, "rb") as file:
-        prefix = file.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise CheckpointError(unreadable)
-        header = file.read(length)
-    try:
-        entries = json.loads(header)
-        specs = {name: (e["dtype"], tuple(e["shape"])) for name, e in entries.items() if name != "__metadata__"}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(unreadable) from error
-    return specs, hashlib.sha256(prefix + header).hexdigest()
 
 
 def differences(got: Specs, wanted: Specs) -> str:

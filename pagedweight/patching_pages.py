@@ -54,7 +54,7 @@ def quantize_layer(
 
 
 class CheckpointPages:
-    """Pages read from a checkpoint's memory-mapped files and put in the device order each time they are asked for.
+    """Pages read from a checkpoint's files and put in the device order each time they are asked for.
 
     Some 170 MB/s a core: for what a budget of host memory leaves out, and for what is wanted only once.
     """

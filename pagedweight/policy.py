@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from pagedweight.documents import read_json
 from pagedweight.layout import Layout
 from pagedweight.policy_checks import ARRAYS, INTEGER_ARRAYS, SCALARS, check_policy
 
@@ -25,6 +25,10 @@ FORMAT_VERSION = 1
 _ARRAYS = (*INTEGER_ARRAYS, *ARRAYS)
 # Policies written before a field was there mean this by its absence, and zeros by that of feature_center.
 _BEFORE = {"mass_trust": 0.0}
+
+
+class PolicyError(ValueError):
+    """A policy's files are damaged or of another version; the message says which and why."""
 
 
 class ExpertIndex(NamedTuple):
@@ -193,40 +197,58 @@ class Policy:
 
     @classmethod
     def load(cls, folder: str | Path) -> Policy:
-        """Read what save wrote. Unknown fields of newer writers warn; damaged or non-finite content is a ValueError."""
+        """Read what save wrote. Unknown fields of newer writers warn; damaged or non-finite content is a PolicyError.
+
+        FileNotFoundError when there is no such file.
+        """
         folder = Path(folder)
-        document = _read_json(folder / "policy.json")
+        document = _read_document(folder / "policy.json")
         try:
             arrays = load_file(folder / "policy.safetensors")
-        except SafetensorError as error:
-            raise ValueError(f"{folder / 'policy.safetensors'} is damaged ({error}); calibrate again") from error
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise PolicyError(f"{folder / 'policy.safetensors'} is damaged ({error}); calibrate again") from error
         if document.get("format_version") != FORMAT_VERSION:
-            raise ValueError(
-                f"{folder / 'policy.json'} has format_version {document.get('format_version')}; "
+            raise PolicyError(
+                f"{folder / 'policy.json'} has format_version {document.get('format_version')!r:.80}; "
                 f"this release reads {FORMAT_VERSION}"
             )
-        return cls(**_known_fields(folder, {**document, **arrays}))
+        content = _known_fields(folder, document, arrays)
+        try:
+            return cls(**content)
+        except PolicyError:
+            raise
+        except (TypeError, ValueError, OverflowError) as error:
+            raise PolicyError(f"the policy in {folder} cannot be used: {error}") from error
 
 
-def _read_json(path: Path) -> dict[str, object]:
+def _read_document(path: Path) -> dict[str, object]:
+    """The scalars and widths of policy.json, of their own types."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); calibrate again") from error
+        raise PolicyError(f"{path} is not JSON ({error}); calibrate again") from error
     if not isinstance(document, dict):
-        raise ValueError(f"{path} holds a {type(document).__name__}; it must hold one object")
+        raise PolicyError(f"{path} holds a {type(document).__name__}; it must hold one object")
+    wrong = [name for name in SCALARS if type(document.get(name, 0.0)) not in (int, float)]
+    widths = document.get("widths", [])
+    if not isinstance(widths, list) or not all(type(bits) is int for bits in widths):
+        wrong.append("widths")
+    if wrong:
+        raise PolicyError(f"{path} has no numbers in {', '.join(wrong)}; calibrate again")
     return document
 
 
-def _known_fields(folder: Path, content: Mapping[str, object]) -> dict[str, object]:
+def _known_fields(folder: Path, document: dict[str, object], arrays: dict[str, np.ndarray]) -> dict[str, object]:
     names = {field.name for field in fields(Policy)}
-    content = {**_BEFORE, **content}
+    # Each from its own file: no array takes the place of a number.
+    content = {**_BEFORE, **{name: value for name, value in document.items() if name not in _ARRAYS}}
+    content |= {name: value for name, value in arrays.items() if name in _ARRAYS}
     if "m_cal" in content:
-        content.setdefault("feature_center", np.zeros((len(content["m_cal"]), 3)))
+        content.setdefault("feature_center", np.zeros((content["m_cal"].size, 3)))
     missing = sorted(names - set(content))
     if missing:
-        raise ValueError(f"the policy in {folder} lacks {', '.join(missing)}; calibrate again")
-    unknown = sorted(set(content) - names - {"format_version"})
+        raise PolicyError(f"the policy in {folder} lacks {', '.join(missing)}; calibrate again")
+    unknown = sorted((set(document) | set(arrays)) - names - {"format_version"})
     if unknown:
-        warnings.warn(f"the policy in {folder} has unknown fields {', '.join(unknown)}; ignored", stacklevel=3)
+        warnings.warn(f"the policy in {folder} has unknown fields {', '.join(unknown)[:200]}; ignored", stacklevel=3)
     return {name: content[name] for name in names}

@@ -18,12 +18,14 @@ ARRAYS = (
     *("head_weights", "head_bias", "head_confidence", "feature_center"),
 )
 INTEGER_ARRAYS = ("blocks", "floors", "depth_caps")
+PLACES_PER_ROW = 256  # one rank of a model that is split by experts over many has few rows of many experts
 SCALARS = ("alpha", "rho_min", "rho_max", "epsilon", "mass_trust")
 
 
 def check_policy(policy: Policy) -> None:
     """ValueError unless every field is of the right shape and within its limits."""
     _check_shapes(policy)
+    _check_blocks(policy)
     _check_sensitivity(policy)
     _check_values(policy)
     _check_constraints(policy)
@@ -48,6 +50,15 @@ def _check_shapes(policy: Policy) -> None:
     for name, shape in expected.items():
         if getattr(policy, name).shape != shape:
             raise ValueError(f"policy {name} has shape {getattr(policy, name).shape}; it must be {shape}")
+
+
+def _check_blocks(policy: Policy) -> None:
+    """Rows name linear-blocks of a model: the planner's tables over (layer, expert) are then about as large as they."""
+    layer, expert, projection = policy.blocks.T
+    if (policy.blocks < 0).any() or (projection > 1).any() or len(np.unique(policy.blocks, axis=0)) < policy.rows:
+        raise ValueError("policy blocks must be (layer, expert, projection 0 or 1), each once; calibrate again")
+    if policy.rows and len(np.unique(layer)) * (int(expert.max()) + 1) > PLACES_PER_ROW * policy.rows + 1024:
+        raise ValueError(f"policy blocks name expert {int(expert.max())} in {policy.rows} rows; calibrate again")
 
 
 def _check_values(policy: Policy) -> None:

@@ -5,13 +5,13 @@ The pages' metadata is written last, so a folder whose writing was interrupted n
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedweight.checkpoint import Checkpoint, CheckpointError
 from pagedweight.discovery import ExpertsModule
 from pagedweight.discovery_devices import devices_of
+from pagedweight.documents import read_json
 from pagedweight.patching import assemble, patch
 from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
@@ -77,8 +77,11 @@ def _check_marked(directory: Path) -> None:
     path = directory / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{directory} has pages but no config.json; copy the whole folder")
-    marked = json.loads(path.read_text(encoding="utf-8")).get("quantization_config") or {}
-    if marked.get("quant_method") != METHOD:
+    try:
+        marked = read_json(path.read_bytes(), constants=True)["quantization_config"]
+    except (KeyError, TypeError, ValueError):
+        marked = None
+    if not isinstance(marked, dict) or marked.get("quant_method") != METHOD:
         raise CheckpointError(f"{path} does not say that its experts are paged; quantize the model again")
 
 

@@ -11,23 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagedweight.checkpoint_format import MAX_HEADER_BYTES
+from pagedweight.checkpoint_format import CheckpointError
+from pagedweight.checkpoint_header import Entry, read_header
 from pagedweight.checkpoint_shard import header_of, sync_and_rename
+from pagedweight.documents import read_json
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 COPY_BYTES = 1 << 24
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of each file, to tell a folder from one with other weights
-
-
-class Entry(NamedTuple):
-    """One tensor of a file. begin, end: its bytes in the file."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 class Piece(NamedTuple):
@@ -104,12 +96,15 @@ def file_names(folder: Path) -> list[str]:
     if (folder / SINGLE).is_file():  # transformers, too, looks for it first
         return [SINGLE]
     if (folder / INDEX).is_file():
-        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-        for name in names:
-            if Path(name).name != name:
-                raise ValueError(
-                    f"{folder / INDEX} names {name!r}, which is no file of its own folder; download the model again"
-                )
+        try:
+            names = set(read_json((folder / INDEX).read_bytes())["weight_map"].values())
+            outside = sorted(name for name in names if name in ("", ".", "..") or Path(name).name != name)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder / INDEX} is damaged ({error}); download the model again") from error
+        for name in outside:
+            raise CheckpointError(
+                f"{folder / INDEX} names {name!r}, which is no file of its own folder; download the model again"
+            )
         return sorted(names)
     raise ValueError(
         f"{folder} has neither {SINGLE} nor {INDEX}; save the model with save_pretrained, which writes safetensors"
@@ -119,20 +114,10 @@ def file_names(folder: Path) -> list[str]:
 def _entries(path: Path) -> dict[str, Entry]:
     if not path.is_file():
         raise ValueError(f"{path} is missing; download the model again")
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(size - 8, MAX_HEADER_BYTES):
-            raise ValueError(f"{path} is damaged: its header cannot be read; download the model again")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    entries = {
-        name: Entry(path, e["dtype"], tuple(e["shape"]), *(8 + length + offset for offset in e["data_offsets"]))
-        for name, e in header.items()
-    }
-    if any(entry.end > size for entry in entries.values()):
-        raise ValueError(f"{path} has {size} bytes, fewer than its header says; download the model again")
-    return entries
+    try:
+        return read_header(path).entries
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}; download the model again") from error
 
 
 def _copy(path: Path, entries: Mapping[str, Entry]) -> None:

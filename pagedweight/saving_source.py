@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pagedweight.discovery import ExpertsModule, find_experts
+from pagedweight.documents import read_json
 from pagedweight.saving_folder import DTYPES, DenseFolder, Piece
 from pagedweight.saving_names import pieces_by_target
 from pagedweight.shared_experts import refuse_folded
@@ -153,8 +154,11 @@ def _dense_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json; give a model's folder as save_pretrained writes it")
-    config = json.loads(path.read_text(encoding="utf-8"))
-    method = (config.get("quantization_config") or {}).get("quant_method")
+    try:
+        config = read_json(path.read_bytes(), constants=True)
+        method = (config.get("quantization_config") or {}).get("quant_method")
+    except (AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}); download the model again") from error
     if method:
         raise ValueError(f"{folder} is quantized already ({method}); give the model in 16 or 32 bits")
     return config
@@ -190,8 +194,10 @@ def model_class(directory: str | Path) -> Any:
     import transformers
 
     architectures = transformers.AutoConfig.from_pretrained(directory).architectures or []
-    known = next((getattr(transformers, name) for name in architectures if hasattr(transformers, name)), None)
-    return known or transformers.AutoModelForCausalLM
+    named = (getattr(transformers, str(name), None) for name in architectures)
+    # Only a model: the file may name anything that transformers has.
+    known = (kind for kind in named if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel))
+    return next(known, transformers.AutoModelForCausalLM)
 
 
 def _meta_model(folder: Path) -> PreTrainedModel:

@@ -388,7 +388,7 @@ def name_a_file_elsewhere(folder: Path) -> None:
 DAMAGES = {
     "a missing shard": (remove_a_shard, "is missing; download the model again"),
     "a shard of another folder": (name_a_file_elsewhere, "which is no file of its own folder"),
-    "a cut shard": (cut_a_shard, "fewer than its header says; download the model again"),
+    "a cut shard": (cut_a_shard, "lies beyond the end of the file; download the model again"),
     "experts in 8 bits": (keep_experts_in_8_bits, "are .*F8_E4M3.*; give a model in one of bfloat16"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "no safetensors": (
