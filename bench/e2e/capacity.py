@@ -2,8 +2,8 @@
 
     python -m bench.e2e.capacity --model qwen --layers 24 --gib 10.7 32 --out bench/results/h200-capacity-qwen.json
 
-Beside bf16 experts (what PyTorch's allocator says that they and a token of DynamicCache hold), beside each uniform
-width, and with widths that follow pressure. Weights are random (bench/e2e/drawn.py).
+Beside bf16 experts with a DynamicCache, beside each uniform width, and with widths that follow pressure. Weights are
+random (bench/e2e/drawn.py).
 """
 
 from __future__ import annotations
@@ -30,27 +30,22 @@ BUFFER_BYTES = 2**30
 MOST_CHUNK_TOKENS = 512  # of each sequence in one forward; halved where they do not fit, down to one
 
 
-class DenseBytes(NamedTuple):
-    """What PyTorch's allocator says that bf16 experts and one token in a DynamicCache hold."""
-
-    experts: int
-    token: float
-
-
-def dense_bytes_measured(model: PreTrainedModel, batch: int) -> DenseBytes:
-    """Of a dense model on a CUDA device."""
+def beside_dense(model: PreTrainedModel, budget_bytes: int, batch: int) -> dict:
+    """A DynamicCache, filled until experts and its tensors would not hold one more token of every sequence."""
     experts = sum(_storage_bytes(found.module) for found in find_experts(model))
-    cache, before = DynamicCache(config=model.config), torch.cuda.memory_allocated()
-    ids = torch.zeros(batch, MOST_CHUNK_TOKENS, dtype=torch.int64, device=model.device)
-    with torch.no_grad():
-        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    held = torch.cuda.memory_allocated() - before - ids.numel() * ids.itemsize
-    return DenseBytes(experts, held / ids.numel())
-
-
-def beside_dense(dense: DenseBytes, budget_bytes: int) -> dict:
-    tokens = int(max(0, budget_bytes - dense.experts) / dense.token)
-    return {"experts": "bf16", "tokens": tokens, "weight_bytes": dense.experts, "token_bytes": dense.token}
+    cache, chunk, token_bytes = DynamicCache(config=model.config), MOST_CHUNK_TOKENS, 0
+    room = budget_bytes - experts
+    while chunk and room > 0:
+        # Before the first chunk nothing says how much a token takes.
+        if _cache_bytes(cache) + batch * chunk * token_bytes > room:
+            chunk //= 2
+            continue
+        ids = torch.zeros(batch, chunk, dtype=torch.int64, device=model.device)
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        token_bytes = _cache_bytes(cache) // (batch * cache.get_seq_length())
+    tokens = batch * cache.get_seq_length() if room > 0 else 0
+    return {"experts": "bf16", "tokens": tokens, "weight_bytes": experts, "kv_bytes": _cache_bytes(cache)}
 
 
 def beside_paged(drawn: Drawn, budget_bytes: int, batch: int) -> Iterator[dict]:
@@ -88,6 +83,11 @@ def filled(drawn: Drawn, model: PreTrainedModel, batch: int, room_bytes: int) ->
     }
 
 
+def _cache_bytes(cache: DynamicCache) -> int:
+    tensors = [tensor for layer in cache.layers if layer.is_initialized for tensor in (layer.keys, layer.values)]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
 def _storage_bytes(module: torch.nn.Module) -> int:
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in module.parameters()}
     return sum(storages.values())
@@ -105,7 +105,8 @@ def main() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     on_cuda = options.device == "cuda"
     model = dense_model(options.model, options.layers, options.device)
-    dense = dense_bytes_measured(model, options.batch) if on_cuda else None
+    budgets = [int(gib * 2**30) for gib in options.gib]
+    dense = [beside_dense(model, budget, options.batch) for budget in budgets]
     drawn = emptied(model, WIDTHS, BUFFER_BYTES if on_cuda else 0)
     results = {
         "gpu": torch.cuda.get_device_name() if on_cuda else "cpu",
@@ -113,14 +114,13 @@ def main() -> None:
         "command": " ".join(["python -m bench.e2e.capacity", *sys.argv[1:]]),
         "layers": options.layers,
         "batch": options.batch,
-        "budgets": {},
+        "budgets": {str(budget): [row] for budget, row in zip(budgets, dense, strict=True)},
     }
-    for gib in options.gib:
-        budget = int(gib * 2**30)
-        rows = results["budgets"][str(budget)] = [] if dense is None else [beside_dense(dense, budget)]
+    print(json.dumps(dense), flush=True)
+    for budget in budgets:
         for row in beside_paged(drawn, budget, options.batch):
-            rows.append(row)
-            print(json.dumps({"gib": gib, **row}), flush=True)
+            results["budgets"][str(budget)].append(row)
+            print(json.dumps({"gib": budget / 2**30, **row}), flush=True)
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(results, indent=1) + "\n")
 
