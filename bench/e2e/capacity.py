@@ -13,7 +13,6 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import transformers
