@@ -1,9 +1,10 @@
 """64 clients against `pagedweight serve` of the model that ships, by locust:
 
     pip install locust
-    python -m bench.serving.run --out bench/results/cpu-serving.json
+    python -m bench.serving.run --out bench/results/cpu-serving.json --picture docs/top.svg
 
-Starts the server, lets locustfile.py's clients ask for a while, and writes what they and /metrics say.
+Starts the server, lets locustfile.py's clients ask for a while, and writes what they and /metrics say; the picture is
+`pagedweight top`'s screen shortly before the clients leave.
 """
 
 from __future__ import annotations
@@ -71,6 +72,12 @@ def load(address: str, clients: int, seconds: int) -> list[dict[str, Any]]:
     ]
 
 
+def watch(address: str, seconds: int, picture: Path) -> subprocess.Popen:
+    """`pagedweight top` for some seconds, which then keeps its screen."""
+    readings = ["--interval", "1", "--readings", str(seconds), "--picture", str(picture)]
+    return subprocess.Popen([sys.executable, "-m", "pagedweight", "top", address, *readings])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -78,19 +85,23 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--picture", type=Path, help="keep the screen of top here, as .svg")
     options = parser.parse_args()
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     server = start(options.budget, port, options.device)
     try:
         before = read(address)
+        watching = options.picture and watch(address, options.seconds * 3 // 4, options.picture)
         kinds = load(address, options.clients, options.seconds)
+        if watching:
+            watching.wait()
         after = read(address)
         health = json.loads(urllib.request.urlopen(f"{address}/health").read())
     finally:
         server.terminate()
         server.wait(timeout=60)
-    settings = {name: str(value) for name, value in vars(options).items()}
+    settings = {name: str(value) for name, value in vars(options).items() if value is not None}
     result = {
         "command": f"python -m bench.serving.run --out {options.out}",
         "settings": settings,
