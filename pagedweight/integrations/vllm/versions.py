@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 OLDEST = (0, 20, 1)
-BEYOND = (0, 33, 0)
+BEYOND = (0, 34, 0)
 
 
 def check_version(version: str) -> None:

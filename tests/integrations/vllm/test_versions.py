@@ -8,14 +8,14 @@ from pagedweight.integrations.vllm.options import ServingOptions
 from pagedweight.integrations.vllm.versions import check_version
 
 
-@pytest.mark.parametrize("version", ["0.20.1", "0.20.1+cpu", "0.27.0rc1", "0.32.0", "0.32"])
+@pytest.mark.parametrize("version", ["0.20.1", "0.20.1+cpu", "0.27.0rc1", "0.32.0", "0.32", "0.33.0"])
 def test_versions_that_are_served(version: str) -> None:
     check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.19.9", "0.20.0", "0.33.0", "1.0.0", "dev"])
+@pytest.mark.parametrize("version", ["0.19.9", "0.20.0", "0.34.0", "1.0.0", "dev"])
 def test_case_96_one_sentence_for_a_version_that_is_not(version: str) -> None:
-    with pytest.raises(ImportError, match=r"0\.20\.1 up to, but not including, 0\.33\.0"):
+    with pytest.raises(ImportError, match=r"0\.20\.1 up to, but not including, 0\.34\.0"):
         check_version(version)
 
 
