@@ -11,6 +11,7 @@ import numpy as np
 
 from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
+from pagedweight.runtime.controller_pace import Pace
 from pagedweight.runtime.controller_queue import ReadyQueue
 from pagedweight.runtime.controller_signals import SignalReader
 from pagedweight.runtime.controller_work import PlanWorker
@@ -28,9 +29,6 @@ _LOG = logging.getLogger(__name__)
 _NOTHING = Plan()
 # Statistics and queue grow old for so many periods: asking costs a forward about 0.3 ms, and signals drift slowly.
 _SHORTEST_WAIT_PERIODS, _LONGEST_WAIT_PERIODS = 8, 32
-# Launching a raise takes the host about 50 us (bench_pager on an H200), more where frames have to move for its table:
-# all at once, many rows would hold up a forward.
-_RAISES_PER_BOUNDARY = 32
 _STEPS_PER_RAISE = 2  # mean widths that a row rises by at once
 # Pressure that comes back soon is a rhythm, such as bursts of short prompts; a slower one than this is followed.
 _LONGEST_HOLD_STEPS = 64
@@ -71,10 +69,9 @@ class Planning:
         background = len(table.committed) >= config.background_rows and not config.deterministic
         self._worker = PlanWorker(background=background)
         step_bytes = np.diff(table.snapshot().bytes, axis=1)  # empty where a model has one width
-        mean_bytes = step_bytes.sum() / max(1, step_bytes.size)
-        self._most_raised_bytes = max(
-            int(_RAISES_PER_BOUNDARY * _STEPS_PER_RAISE * mean_bytes), int(step_bytes.max(initial=0))
-        )
+        self._mean_step_bytes = step_bytes.sum() / max(1, step_bytes.size)
+        self._largest_step_bytes = int(step_bytes.max(initial=0))
+        self._pace = Pace(timed=not config.deterministic)
         self.queue = ReadyQueue(table, policy, self._worker, trace)
         self._signals_at = 0
         self._fruitless: tuple[int, ...] | None = None
@@ -96,6 +93,7 @@ class Planning:
         forecast_blocks: KV blocks expected soon; thresholds and targets take them for gone, as they do pending ones.
         """
         self._forecast_blocks = forecast_blocks
+        self._pace.tick()
         self._note_refused()
         self._learn_rhythm()
         step, period = self._table.step, self._config.plan_period_steps
@@ -203,7 +201,7 @@ class Planning:
 
         Where there is nothing to raise the queue is refreshed when it is due, or no longer fits the widths.
         """
-        available = min(self._raise_bytes(kv, self._config.reload_free_blocks), self._most_raised_bytes)
+        available = min(self._raise_bytes(kv, self._config.reload_free_blocks), self._most_raised_bytes())
         if available <= 0 or self._calm_for < self._hold_steps or self._at_parent_width():
             self.queue.take()
             outdated = self._worker.background and self.queue.stale
@@ -257,6 +255,9 @@ class Planning:
         self._no_room |= {t.row for t in self._asked if at_rest[t.row] and self._table.committed[t.row] == t.from_bits}
         self._asked = ()
 
+    def _most_raised_bytes(self) -> int:
+        return max(int(self._pace.rows * _STEPS_PER_RAISE * self._mean_step_bytes), self._largest_step_bytes)
+
     def _raise_bytes(self, kv: KVState, threshold_blocks: int) -> int:
         """Bytes that raises may take while more free blocks than the threshold stay."""
         loadable = self._config.max_loading_bytes - self._pager.loading_bytes
@@ -268,9 +269,9 @@ class Planning:
         For that short time they may take blocks below the reload threshold, as long as that is no pressure.
         """
         room = self._raise_bytes(kv, self._config.offload_free_blocks)
-        kept = []
+        kept, most_rows = [], self._pace.rows
         for transition, old_table in zip(raising, self._table.slot_bytes(_rows(raising)).tolist(), strict=True):
-            if len(kept) == _RAISES_PER_BOUNDARY:
+            if len(kept) == most_rows:
                 break
             needed = transition.bytes + old_table
             if needed <= room and transition.bytes <= available:
