@@ -98,6 +98,7 @@ def assemble(
         kv = kv_of_shares(shares, layout, kv_layers_of(model, in_place) if config.budget_bytes is not None else [])
         configs = [share.config(config, layout, n, len(shares)) for n, share in enumerate(shares)]
         held = [begin_pages(*own, layout, opened) for own in zip(shares, configs, kv, strict=True)]
+        parts: list[PagedModel] = []
         try:
             if opened is None:
                 s_bar = np.empty((layout.rows, len(layout.widths)))
@@ -109,19 +110,20 @@ def assemble(
             else:
                 for share, (store, _, done) in zip(shares, held, strict=True):
                     read_into(store, opened, [found[index] for index in share.layers], done, keep_original)
-            parts = [
-                PagedModel(store, sizes, share.policy(policy), own, share.device, getattr(model, "config", None))
-                for share, own, (store, sizes, _) in zip(shares, configs, held, strict=True)
-            ]
+            for share, own, (store, sizes, _) in zip(shares, configs, held, strict=True):
+                own_policy = share.policy(policy)
+                parts.append(PagedModel(store, sizes, own_policy, own, share.device, getattr(model, "config", None)))
+            paged = parts[0] if len(parts) == 1 else SpreadModel(layout, policy, config, shares, parts)
+            paged.recipe = {"level": level, "seed": "0"} if opened is None else opened.recipe
+            for share, part in zip(shares, parts, strict=True):
+                part.replaced = [found[index] for index in share.layers]
+            install(model, paged, found)
         except BaseException:
             for share, (store, _, done) in zip(shares, held, strict=True):
                 restore_weights(store, done, share.device)
+            for part in parts:
+                part.close()
             raise
-        paged = parts[0] if len(parts) == 1 else SpreadModel(layout, policy, config, shares, parts)
-        paged.recipe = {"level": level, "seed": "0"} if opened is None else opened.recipe
-        for share, part in zip(shares, parts, strict=True):
-            part.replaced = [found[index] for index in share.layers]
-        install(model, paged, found)
     return model
 
 
@@ -200,14 +202,15 @@ def restore_weights(store: PageStore, originals: Sequence[ExpertsModule], device
 
 
 def install(model: nn.Module, paged: PagedModel | SpreadModel, originals: list[ExpertsModule]) -> None:
-    """Put the paged experts in place and hook the boundary to the model's forward."""
-    for index, original in enumerate(originals):
-        original.replace(model, paged.experts_for(index, original.biases(), original.dtype))
+    """Put the paged experts in place and hook the boundary to the model's forward; what can fail comes first."""
+    modules = [paged.experts_for(index, one.biases(), one.dtype) for index, one in enumerate(originals)]
+    saving = {"save_pretrained": saver(model)} if hasattr(model, "save_pretrained") else {}
+    paged.replaced = originals
+    paged.hooks = add_boundary_hooks(model, paged, **saving, **batching_methods(model, paged))
+    for original, module in zip(originals, modules, strict=True):
+        original.replace(model, module)
     if getattr(model, "_compiled_call", None) is not None:
         model._compiled_call = None  # compiled with the dense experts
-    paged.replaced = originals
-    saving = {"save_pretrained": saver(model)} if hasattr(model, "save_pretrained") else {}
-    paged.hooks = add_boundary_hooks(model, paged, **saving, **batching_methods(model, paged))
     model.pagedweight = paged
 
 

@@ -32,13 +32,13 @@ def fold_shared_experts(model: nn.Module) -> list[Folded]:
     An expert n times as wide as the routed ones is the sum of n of their width. Every token calls them, with the
     shared expert's gate as their weight. Do it before the model is patched; config and folders do not know of it, so
     that such a model is not saved. ValueError, with the model as it was, when a layer's shared expert is not such a
-    sum, or when the layer would not answer as before.
+    sum, or when the layer would not answer as before; whatever else goes wrong leaves the model as it was too.
     """
     done: list[Folded] = []
     try:
         for experts in find_experts(model):
             done.append(_fold(model, experts))
-    except ValueError:
+    except BaseException:
         unfold_shared_experts(done)
         raise
     return done
@@ -93,8 +93,10 @@ def _fold(model: nn.Module, experts: ExpertsModule) -> Folded:
         before = block(tried)
     own = experts.module
     rows = torch.cat([gate.unflatten(0, (count, -1)), up.unflatten(0, (count, -1))], dim=1)
-    _put(own, "gate_up_proj", torch.cat([own.gate_up_proj.detach(), rows]))
-    _put(own, "down_proj", torch.cat([own.down_proj.detach(), down.unflatten(1, (count, -1)).transpose(0, 1)]))
+    columns = down.unflatten(1, (count, -1)).transpose(0, 1)
+    wider = [torch.cat([own.gate_up_proj.detach(), rows]), torch.cat([own.down_proj.detach(), columns])]
+    for weight, value in zip(("gate_up_proj", "down_proj"), wider, strict=True):
+        _put(own, weight, value)
     own.num_experts = routed + count
     delattr(block, name)
     for matrix in MATRICES:
@@ -112,6 +114,9 @@ def _check_same(block: nn.Module, tried: Tensor, before: Tensor, folded: Folded)
         same = bool(error <= TOLERANCE[tried.dtype])
     except (TypeError, ValueError, AttributeError):
         same = False
+    except BaseException:
+        unfold_shared_experts([folded])
+        raise
     if not same:
         unfold_shared_experts([folded])
         raise ValueError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,23 @@ def test_quantizing_in_place_gives_the_same_pages(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+def test_a_device_that_fails_leaves_no_other_ones_runtime_behind(tmp_path: Path) -> None:
+    """The second device's trace cannot be written, when the first one's runtime, its thread and its trace are there."""
+    (tmp_path / "trace.1").mkdir()
+    model = FAMILIES["M8"]()
+    config = RuntimeConfig(budget_bytes=2**22, background_rows=0, trace_path=str(tmp_path / "trace"))
+    threads = threading.active_count()
+    with pytest.raises(IsADirectoryError) as failed:
+        assemble(model, find_experts(model), [CPU, OTHER], None, None, config)
+    assert failed.tb, "kept, as a notebook keeps it: what its frames hold is not collected"
+    assert threading.active_count() == threads
+    open_files = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert tmp_path / "trace.0" not in open_files
+    assert not hasattr(model, "pagedweight")
+    assert torch.isfinite(model(tokens(1, 4)).logits).all()
+    pagedweight.patch(model)
+
+
 def test_every_devices_weights_make_room_for_their_own_layers() -> None:
     """Four layers, three of them on one device: its cache grows three times as fast, and so its weights fall lower."""
     make = lambda: mixtral_m8(num_hidden_layers=4)  # noqa: E731

@@ -81,6 +81,23 @@ def test_a_block_that_uses_its_shared_expert_otherwise_is_refused_and_left_alone
     assert not is_folded(model)
 
 
+def test_memory_that_runs_out_while_folding_leaves_every_layer_as_it_was() -> None:
+    model = model_with_shared()
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+
+    def run_out(experts, args) -> None:
+        if experts.num_experts > 60:
+            raise torch.OutOfMemoryError("no room for the wider layer")
+
+    model.model.layers[1].mlp.experts.register_forward_pre_hook(run_out)
+    with pytest.raises(torch.OutOfMemoryError, match="wider layer"):
+        pagedweight.patch(model, shared_experts=True)
+    assert not is_folded(model)
+    after = model.state_dict()
+    assert after.keys() == state.keys()
+    assert all(torch.equal(after[name], own) for name, own in state.items())
+
+
 def test_a_folded_model_is_not_saved(tmp_path) -> None:
     model = model_with_shared()
     fold_shared_experts(model)

@@ -1,0 +1,76 @@
+"""A command whose packages are missing leaves with one sentence that says what to install; others do not need them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pagedweight.cli.common import EXTRA_MODULES
+from pagedweight.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = {
+    ("bench", "model"): ("hf",),
+    ("quantize", "model", "out"): ("hf",),
+    ("calibrate", "model"): ("hf",),
+    ("eval", "model"): ("hf",),
+    ("eval", "model", "--harness", "arc_easy"): ("hf", "eval"),
+    ("demo",): ("hf", "plots"),
+    ("report", "run"): ("plots",),
+    ("inspect", "model", "--picture", "out.png"): ("plots",),
+    ("top",): ("serve",),
+    ("serve", "model"): ("serve",),
+    ("serve", "model", "--engine", "vllm"): ("vllm",),
+}
+NEEDS = [
+    (command, extra, module)
+    for command, extras in COMMANDS.items()
+    for extra in extras
+    for module in EXTRA_MODULES[extra]
+]
+# In a process of its own: here the packages are imported already.
+WITHOUT_ANY = """
+import sys
+for name in {names}:
+    sys.modules[name] = None
+from typer.testing import CliRunner
+from pagedweight.cli.main import app
+for command in {commands}:
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, (command, done.exit_code, done.output, done.exception)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "extra", "module"), NEEDS, ids=lambda part: " ".join(part) if isinstance(part, tuple) else part
+)
+def test_a_missing_package_is_named_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: tuple[str, ...], extra: str, module: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, module, None)
+    done = CliRunner().invoke(app, list(command))
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    (sentence,) = done.stderr.splitlines()
+    assert module in sentence
+    assert "not installed; run: pip install 'pagedweight[" in sentence
+    assert extra in sentence.rpartition("[")[2]
+    assert not list(tmp_path.iterdir())
+
+
+def test_commands_that_need_no_extra_run_without_any() -> None:
+    names = sorted(
+        {*chain.from_iterable(EXTRA_MODULES.values()), "accelerate", "peft", "huggingface_hub", "tokenizers"}
+    )
+    folder = str(ROOT / "pagedweight" / "assets" / "tiny-qwen2-moe")
+    helped = [[name, "--help"] for name in sorted({command[0] for command in COMMANDS})]
+    commands = [["--help"], *helped, ["doctor"], ["inspect", folder]]
+    code = WITHOUT_ANY.format(names=names, commands=commands)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
