@@ -9,6 +9,7 @@ from pagedweight.runtime.table_view import Transition
 from tests.runtime.support import (
     FRAME_BYTES,
     CrankedEngine,
+    ShortArena,
     TransferFault,
     assert_published,
     everything_at,
@@ -20,9 +21,9 @@ from tests.runtime.support import (
 class Bench:
     """A pager on a cranked engine, every row placed at the floor."""
 
-    def __init__(self, frames: int = 2000) -> None:
+    def __init__(self, frames: int = 2000, arena: type[Arena] = Arena) -> None:
         self.model = tiny_model()
-        self.arena = Arena(frames * FRAME_BYTES, FRAME_BYTES)
+        self.arena = arena(frames * FRAME_BYTES, FRAME_BYTES)
         self.engine = CrankedEngine(self.arena)
         self.engine.model = self.model
         self.table = PageTable(self.model.layout, self.model.sizes, self.arena, self.engine.upload)
@@ -315,6 +316,34 @@ def test_host_memory_that_runs_out_leaves_the_page_where_it_is(monkeypatch):
 
 def raise_memory_error(*_args, **_kwargs):
     raise MemoryError("no host memory")
+
+
+def test_pages_refused_after_their_tables_were_allocated_take_nothing_and_rise_the_next_time():
+    """Three rows by three planes each: three tables, then one allocation for all the pages."""
+    bench = Bench(arena=ShortArena)
+    bench.go(row1=3, row6=3, row7=3)
+    bench.settle()
+    free = bench.arena.free_frames
+    bench.arena.refused = 4
+    with pytest.raises(OutOfFrames, match="refused"):
+        bench.go(row1=6, row6=6, row7=6)
+    assert bench.arena.free_frames == free
+    assert bench.table.committed[[1, 6, 7]].tolist() == [3, 3, 3]
+    bench.check()
+    bench.go(row1=6, row6=6, row7=6)
+    bench.settle()
+    assert bench.table.committed[[1, 6, 7]].tolist() == [6, 6, 6]
+    bench.check()
+
+
+@pytest.mark.parametrize("refused", [1, 2, 3])
+def test_a_table_refused_once_among_three_rows_is_asked_for_again(refused):
+    bench = Bench(arena=ShortArena)
+    bench.arena.refused = refused
+    bench.go(row1=6, row6=6, row7=6)
+    bench.settle()
+    assert bench.table.committed[[1, 6, 7]].tolist() == [6, 6, 6]
+    bench.check()
 
 
 def test_out_of_frames_is_an_ordinary_error():
