@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagedweight.runtime.planner_trace import TRACE_VERSION, records_of, unpack
+from pagedweight.runtime.planner_trace_lines import Step, read_trace
 
 _CURVES = ("weight_bytes", "free_bytes", "kv_bytes", "mean_bits", "layer_bits", "rows_at_width")
 _SUMS = ("lowered", "raised", "released_bytes", "loaded_bytes", "damage")
@@ -41,21 +41,17 @@ class Run(NamedTuple):
 
 def read_run(lines: Iterable[str]) -> Run:
     """ValueError when the lines are no trace of this version, or hold no step."""
-    records = records_of(lines)
-    head = next(records, {})
-    if head.get("trace_version") != TRACE_VERSION:
-        raise ValueError(
-            f"the file's first line has trace_version {head.get('trace_version')}, not {TRACE_VERSION}; give a file "
-            "that RuntimeConfig(trace_path=...) wrote with this release"
-        )
-    widths, held, layer = tuple(head["widths"]), unpack(head["bytes"]), unpack(head["layer"])
-    steps = [_step(record, widths, held, layer) for record in records]
+    head, recorded = read_trace(lines)
+    steps = [_step(step) for step in recorded]
     if not steps:
         raise ValueError("the trace has no planner step; the run was never near its budget")
     columns = {name: np.array([step[name] for step in steps]) for name in steps[0]}
-    arena = head.get("arena_bytes")
-    kv = None if arena is None else np.maximum(0, arena - columns["weight_bytes"] - columns["free_bytes"])
-    return Run(widths=widths, step=np.arange(len(steps)), kv_bytes=kv, **columns)
+    kv = (
+        None
+        if head.arena_bytes is None
+        else np.maximum(0, head.arena_bytes - columns["weight_bytes"] - columns["free_bytes"])
+    )
+    return Run(widths=head.table.widths, step=np.arange(len(steps)), kv_bytes=kv, **columns)
 
 
 def totals_of(run: Run) -> dict[str, float]:
@@ -85,23 +81,21 @@ def thinned(run: Run, points: int) -> Run:
     return run._replace(**changed)
 
 
-def _step(record: dict, widths: tuple[int, ...], held: np.ndarray, layer: np.ndarray) -> dict[str, object]:
-    committed = unpack(record["committed"])
-    at = np.searchsorted(widths, committed)
-    free_blocks, block_bytes = record["observation"]["kv"][:2]
-    moves, damage, _, shortfall = record["plan"]
-    lowered = [move for move in moves if move[2] < move[1]]
-    raised = [move for move in moves if move[2] > move[1]]
+def _step(step: Step) -> dict[str, object]:
+    table, plan = step.table, step.plan
+    at = np.searchsorted(table.widths, table.committed)
+    lowered = [move for move in plan.transitions if move.to_bits < move.from_bits]
+    raised = [move for move in plan.transitions if move.to_bits > move.from_bits]
     return {
-        "weight_bytes": int(np.take_along_axis(held, at[:, None], axis=1).sum()),
-        "free_bytes": free_blocks * block_bytes,
-        "mean_bits": float(committed.mean()),
-        "layer_bits": np.bincount(layer, committed) / np.bincount(layer),
-        "rows_at_width": np.bincount(at, minlength=len(widths)),
+        "weight_bytes": int(np.take_along_axis(table.bytes, at[:, None], axis=1).sum()),
+        "free_bytes": step.observation.kv.free_blocks * step.observation.kv.block_bytes,
+        "mean_bits": float(table.committed.mean()),
+        "layer_bits": np.bincount(table.layer, table.committed) / np.maximum(1, np.bincount(table.layer)),
+        "rows_at_width": np.bincount(at, minlength=len(table.widths)),
         "lowered": len(lowered),
         "raised": len(raised),
-        "released_bytes": sum(move[3] for move in lowered),
-        "loaded_bytes": sum(move[3] for move in raised),
-        "damage": float(damage),
-        "shortfall_bytes": int(shortfall),
+        "released_bytes": sum(move.bytes for move in lowered),
+        "loaded_bytes": sum(move.bytes for move in raised),
+        "damage": plan.damage,
+        "shortfall_bytes": plan.shortfall_bytes,
     }

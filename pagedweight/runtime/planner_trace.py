@@ -6,7 +6,6 @@ what was seen, and the plan that came of it. Arrays are base64 of their bytes, s
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import math
@@ -17,12 +16,11 @@ from typing import NamedTuple, TextIO
 import numpy as np
 
 from pagedweight.policy import Policy
-from pagedweight.runtime.kv import KVState
-from pagedweight.runtime.observe import Limits, Observation
+from pagedweight.runtime.observe import Observation
 from pagedweight.runtime.planner import Plan, Queue, plan_from_queue, plan_raise, plan_step
-from pagedweight.runtime.table_view import TableSnapshot, Transition
+from pagedweight.runtime.planner_trace_lines import TRACE_VERSION, TraceError, pack, read_trace
+from pagedweight.runtime.table_view import TableSnapshot
 
-TRACE_VERSION = 3
 _FIXED = ("bytes", "layer", "expert", "projection")
 _SIGNALS = ("mass", "routed", "features", "confidence")
 _CHANGING = ("committed", "desired", "busy", "since")
@@ -56,7 +54,7 @@ class TraceWriter:
             policy=digest(policy),
             arena_bytes=arena_bytes,
             widths=list(table.widths),
-            **{name: _pack(getattr(table, name)) for name in _FIXED},
+            **{name: pack(getattr(table, name)) for name in _FIXED},
         )
 
     def lowered(self, table: TableSnapshot, observation: Observation, plan: Plan) -> None:
@@ -79,39 +77,23 @@ class TraceWriter:
 
 
 def replay(lines: Iterable[str], policy: Policy) -> Iterator[Replayed]:
-    """Plan every recorded step again. ValueError when the trace is another version's or another policy's."""
-    records = records_of(lines)
-    head = next(records, {})
-    if head.get("trace_version") != TRACE_VERSION:
-        raise ValueError(f"the trace has version {head.get('trace_version')}; this release replays {TRACE_VERSION}")
-    if head["policy"] != digest(policy):
-        raise ValueError("the trace was recorded with another policy; replay it with the one of its checkpoint")
-    fixed = {name: unpack(head[name]) for name in _FIXED}
+    """Plan every recorded step again. TraceError when the trace is damaged, another version's or another policy's."""
+    head, steps = read_trace(lines)
+    own = policy.experts
+    same_rows = head.table.widths == policy.widths and all(
+        np.array_equal(*pair) for pair in zip(head.table[-3:], (own.layer, own.expert, own.projection), strict=True)
+    )
+    if head.policy != digest(policy) or not same_rows:
+        raise TraceError("the trace was recorded with another policy; replay it with the one of its checkpoint")
     queue = Queue()
-    for step, record in enumerate(records):
-        changing = {name: unpack(record[name]) for name in _CHANGING}
-        table = TableSnapshot(widths=tuple(head["widths"]), **fixed, **changing)
-        observation = _observation(record["observation"])
-        if record["verb"] == "raise":
-            plan = plan_raise(table, observation, policy, record["available_bytes"])
-        elif record["verb"] == "choose":
-            plan = plan_from_queue(table, observation, policy, queue)
+    for number, step in enumerate(steps):
+        if step.verb == "raise":
+            plan = plan_raise(step.table, step.observation, policy, step.available_bytes)
+        elif step.verb == "choose":
+            plan = plan_from_queue(step.table, step.observation, policy, queue)
         else:
-            queue, plan = plan_step(table, observation, policy, queue)
-        moves, *rest = record["plan"]
-        yield Replayed(step, Plan(tuple(map(Transition._make, moves)), *rest), plan)
-
-
-def records_of(lines: Iterable[str]) -> Iterator[dict]:
-    """A trace's lines as objects; ValueError names the first that is none."""
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"line {number} is not JSON ({error}); give a trace, or what is whole of it") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"line {number} holds a {type(record).__name__}, not an object; give a trace")
-        yield record
+            queue, plan = plan_step(step.table, step.observation, policy, queue)
+        yield Replayed(number, step.plan, plan)
 
 
 def digest(policy: Policy) -> str:
@@ -125,34 +107,9 @@ def digest(policy: Policy) -> str:
 
 def _seen(table: TableSnapshot, observation: Observation) -> dict[str, object]:
     fields = observation._asdict()
-    arrays = {name: _pack(fields[name]) for name in _SIGNALS}
+    arrays = {name: pack(fields[name]) for name in _SIGNALS}
     limits = observation.limits._asdict()
-    limits["lowest_bits"] = _pack(limits["lowest_bits"])
+    limits["lowest_bits"] = pack(limits["lowest_bits"])
     limits["damage"] = limits["damage"] if math.isfinite(limits["damage"]) else None
     seen = {**fields, **arrays, "kv": list(observation.kv), "limits": limits}
-    return {"observation": seen, **{name: _pack(getattr(table, name)) for name in _CHANGING}}
-
-
-def _observation(seen: dict[str, object]) -> Observation:
-    limits = dict(seen["limits"])
-    limits["lowest_bits"] = unpack(limits["lowest_bits"])
-    limits["damage"] = math.inf if limits["damage"] is None else limits["damage"]
-    arrays = {name: unpack(seen[name]) for name in _SIGNALS}
-    bounds = None if seen["rho_bounds"] is None else tuple(seen["rho_bounds"])
-    return Observation(
-        **{**seen, **arrays, "kv": KVState(*seen["kv"]), "limits": Limits(**limits), "rho_bounds": bounds}
-    )
-
-
-def _pack(array: np.ndarray | None) -> dict[str, object] | None:
-    if array is None:
-        return None
-    content = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode("ascii")
-    return {"dtype": array.dtype.str, "shape": list(array.shape), "base64": content}
-
-
-def unpack(packed: dict[str, object] | None) -> np.ndarray | None:
-    """An array as a trace's lines hold it."""
-    if packed is None:
-        return None
-    return np.frombuffer(base64.b64decode(packed["base64"]), dtype=packed["dtype"]).reshape(packed["shape"])
+    return {"observation": seen, **{name: pack(getattr(table, name)) for name in _CHANGING}}
