@@ -19,6 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 from selenium import webdriver
+from selenium.webdriver.support.wait import WebDriverWait
 
 from pagedweight.cli.heat import save_picture
 from pagedweight.cli.inspect import show
@@ -29,6 +30,8 @@ from pagedweight.cli.report_run import read_run
 
 DOCS = Path(__file__).parents[1] / "docs"
 COLUMNS = 100
+DRAWN = "return document.querySelectorAll('#run .barlayer .point').length > 0"  # the last panel's
+DRAWN_SECONDS = 60
 WINDOW = "--window-size=1280,1420"
 
 
@@ -66,6 +69,7 @@ def reported(trace: Path) -> None:
         for scheme, name in (("light", "report.png"), ("dark", "report-dark.png")):
             with browser(scheme) as seen:
                 seen.get(html.as_uri())
+                WebDriverWait(seen, DRAWN_SECONDS).until(lambda page: page.execute_script(DRAWN))
                 seen.save_screenshot(str(DOCS / name))
 
 

@@ -1,4 +1,4 @@
-"""Draws docs/decode-roofline.svg from bench/results/h200-decode-rows.json: time against the byte floor, and Marlin."""
+"""Draws docs/decode-roofline from bench/results/h200-decode-rows.json: time against the byte floor, and Marlin."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def main() -> None:
     axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(ROOT / "docs/decode-roofline.svg", metadata={"Date": None})
+    figure.savefig(ROOT / "docs/decode-roofline.png", dpi=150)
 
 
 if __name__ == "__main__":
