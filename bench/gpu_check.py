@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from bench.gpu_layer import GpuLayer, dense_output, draw_batch
 from bench.timing import capture, median_ms
+from pagedweight.kernels.call import Call
 from pagedweight.kernels.fused_moe import launch_fused_moe
 from pagedweight.kernels.ops import fused_moe, launch_on_cuda
 from pagedweight.kernels.reference import GATES
@@ -83,14 +84,14 @@ def check_case(layer: GpuLayer, tokens: int, per_token: int, label: str) -> list
         paths = {"grouped": launch_fused_moe}
         regime = choose_regime(x)
         if regime is not launch_fused_moe:
-            paths[regime.__name__.removeprefix("launch_").removesuffix("_moe")] = fused_moe
-        for path, call in paths.items():
-            arguments = layer.arguments(x, batch)
-            errors = Errors.of(call(**arguments), expected)
+            paths[regime.__name__.removeprefix("launch_").removesuffix("_moe")] = lambda call: fused_moe(*call)
+        call = layer.call(x, batch)
+        for path, launch in paths.items():
+            errors = Errors.of(launch(call), expected)
             row = {"model": layer.name, "M": tokens, "widths": label, "dtype": str(dtype)[6:], "path": path}
             row |= {**errors._asdict(), "limit": limit, "ok": errors.within(limit)}
             if dtype is torch.bfloat16 and label in TIMED_WIDTHS:
-                row["ms"] = median_ms(lambda call=call, arguments=arguments: call(**arguments), x.device)
+                row["ms"] = median_ms(lambda launch=launch, call=call: launch(call), x.device)
             rows.append(row)
     return rows
 
@@ -110,12 +111,12 @@ def check_baseline(layer: GpuLayer, tokens: int, per_token: int) -> dict[str, ob
 def check_graph(layer: GpuLayer, tokens: int, per_token: int) -> dict[str, object]:
     """A graph captured at mixed widths, replayed after everything behind its addresses changed."""
     batch = draw_batch(layer, tokens, per_token, seed=7)
-    arguments = layer.arguments(batch.x.bfloat16(), batch)
+    call = layer.call(batch.x.bfloat16(), batch)
     layer.set_bits(layer.mixed_bits(seed=1))
-    out = torch.empty_like(arguments["x"])
+    out = torch.empty_like(call.x)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        graph = capture(lambda: out.copy_(fused_moe(**arguments)))
+        graph = capture(lambda: out.copy_(fused_moe(*call)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     equal = []
@@ -125,7 +126,7 @@ def check_graph(layer: GpuLayer, tokens: int, per_token: int) -> dict[str, objec
         out.fill_(float("nan"))
         graph.replay()
         replayed = out.clone()
-        equal.append(torch.equal(replayed, fused_moe(**arguments)))
+        equal.append(torch.equal(replayed, fused_moe(*call)))
         equal.append(Errors.of(replayed, dense_output(layer, batch)).within(LIMITS[torch.bfloat16]))
     return {"model": layer.name, "M": tokens, "check": "graph", "ok": all(equal)}
 
@@ -133,10 +134,10 @@ def check_graph(layer: GpuLayer, tokens: int, per_token: int) -> dict[str, objec
 def check_repeatable(layer: GpuLayer, tokens: int, per_token: int) -> dict[str, object]:
     """Twenty runs of one batch, bit for bit; and one token alone against the same token in the batch."""
     batch = draw_batch(layer, tokens, per_token, seed=9)
-    arguments = layer.arguments(batch.x.bfloat16(), batch)
-    first = fused_moe(**arguments)
-    same = all(torch.equal(first, fused_moe(**arguments)) for _ in range(20))
-    alone = fused_moe(**layer.arguments(batch.x[:1].bfloat16(), batch.head(1)))
+    call = layer.call(batch.x.bfloat16(), batch)
+    first = fused_moe(*call)
+    same = all(torch.equal(first, fused_moe(*call)) for _ in range(20))
+    alone = fused_moe(*call.tokens(slice(0, 1)))
     errors = Errors.of(alone, first[:1].double())
     return {
         "model": layer.name,
@@ -151,7 +152,7 @@ def check_statistics(layer: GpuLayer, tokens: int, per_token: int) -> dict[str, 
     """Mass, counts and features of one batch against fp64."""
     batch = draw_batch(layer, tokens, per_token, seed=11)
     layer.clear_statistics()
-    fused_moe(**layer.arguments(batch.x.bfloat16(), batch))
+    fused_moe(*layer.call(batch.x.bfloat16(), batch))
     expected = layer.expected_statistics(batch)
     close = [
         bool(((actual.double() - wanted).abs().max() <= 1e-2 * wanted.abs().max()).item())
@@ -181,14 +182,14 @@ def check_model(name: str, batches: tuple[int, ...], log: list[dict[str, object]
         log.append(check_graph(layer, tokens, per_token))
 
 
-def compile_one(case: tuple[str, torch.dtype, int, Callable[..., torch.Tensor]]) -> None:
+def compile_one(case: tuple[str, torch.dtype, int, Callable[[Call], torch.Tensor]]) -> None:
     """Runs one batch, so that its kernels are in Triton's cache on disk."""
-    name, dtype, tokens, call = case
+    name, dtype, tokens, launch = case
     shape, per_token = MODELS[name]
     layer = GpuLayer(name, shape, WIDTHS)
     layer.set_bits(layer.mixed_bits(seed=0))
     batch = draw_batch(layer, tokens, per_token, seed=0)
-    call(**layer.arguments(batch.x.to(dtype), batch))
+    launch(layer.call(batch.x.to(dtype), batch))
     torch.cuda.synchronize()
 
 
@@ -196,11 +197,11 @@ def compile_all(models: list[str], batches: list[int], workers: int) -> None:
     """Kernels of every model, type and path, compiled by several processes: one alone would take minutes."""
     # The largest first: they take longest.
     cases = [
-        (name, dtype, tokens, call)
+        (name, dtype, tokens, launch)
         for tokens in sorted(batches, reverse=True)
         for name in models
         for dtype in LIMITS
-        for call in (launch_on_cuda, launch_fused_moe)
+        for launch in (launch_on_cuda, launch_fused_moe)
     ]
     start = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(workers) as pool:

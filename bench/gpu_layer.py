@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from pagedweight.kernels.call import Call
 from pagedweight.kernels.device_order import choose_frame_bytes, plane_geometry, stored_columns
 from pagedweight.kernels.launch import join_codebooks
 from pagedweight.kernels.reference import GATES, decode_blocks, routing_reference, to_stored_order
@@ -111,24 +112,12 @@ class GpuLayer:
         for tensor in self.stats:
             tensor.zero_()
 
-    def arguments(self, x: torch.Tensor, batch: Batch) -> dict[str, object]:
-        """The keyword arguments of fused_moe for a batch whose inputs are `x`."""
-        return {
-            "x": x,
-            "expert_ids": batch.ids,
-            "expert_weights": batch.weights,
-            "token_slot": batch.slot,
-            **self.tables._asdict(),
-            **self.stats._asdict(),
-            "layer_index": 0,
-            "first_row": 0,
-            "experts": self.shape.experts,
-            "intermediate": self.shape.intermediate,
-            "frame_bytes": self.frame_bytes,
-            "activation": self.shape.activation,
-            "widths": list(self.widths),
-            "codebooks": join_codebooks(dict.fromkeys(self.widths, "lut16"), self.widths),
-        }
+    def call(self, x: torch.Tensor, batch: Batch) -> Call:
+        """fused_moe's arguments for a batch whose inputs are `x`."""
+        sizes = (0, 0, self.shape.experts, self.shape.intermediate, self.frame_bytes)
+        books = join_codebooks(dict.fromkeys(self.widths, "lut16"), self.widths)
+        settings = (self.shape.activation, list(self.widths), books)
+        return Call(x, batch.ids, batch.weights, batch.slot, *self.tables, *self.stats, *sizes, *settings)
 
     def expected_statistics(self, batch: Batch) -> RoutingStats:
         """What one batch adds to statistics that begin at zero, with norms in fp64."""

@@ -230,6 +230,19 @@ def shared_tables() -> list[Case]:
     return [Case("qwen", 16, "6", "lut16", settings)]
 
 
+def many_tokens() -> list[Case]:
+    """64 tokens where Marlin is near: wider and narrower programs, other depths, sixteen tokens a program."""
+
+    def made(tokens: int, up: ProductConfig, down: ProductConfig, int8: bool = True) -> DecodeConfig:
+        return DecodeConfig(up, down, tokens, int8, True, False, True)
+
+    two, four, eight = (cut(16, warps=2), cut(32, warps=2)), (cut(32), cut(64)), (cut(64, warps=8), cut(128, warps=8))
+    settings = [made(8, *four), made(8, *two), made(8, *eight), made(8, four[0], two[1]), made(8, two[0], four[1])]
+    settings += [made(8, *(replace(c, stages=stages) for c in four)) for stages in (2, 4)]
+    settings += [made(8, four[0], cut(64, splits=2)), made(16, *two, int8=False)]
+    return [Case(shape, 64, "4", "fast", settings) for shape in ("gemma", "mixtral", "qwen")]
+
+
 def gates() -> list[Case]:
     """The table's settings with every activation, biases, experts without a gate, and the cubic codebook."""
     made = [Gate(name) for name in ("silu", "gelu_tanh", "relu2")]
@@ -277,6 +290,6 @@ def counters() -> list[Case]:
 def suite(name: str) -> list[Case]:
     suites = (
         sweep, chosen, answers, peers, variants, small, frames, one_token_cuts, some_tokens_depths, shared_tables,
-        gates, counters, large_frames, codebooks,
+        gates, counters, large_frames, codebooks, many_tokens,
     )  # fmt: skip
     return {made.__name__: made for made in suites}[name]()

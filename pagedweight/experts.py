@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pagedweight.kernels import ops
+from pagedweight.kernels.call import Call
 from pagedweight.kernels.launch import join_codebooks
 from pagedweight.layout import BlockTables, MoeLayer, RoutingStats
 
@@ -107,12 +108,17 @@ class PagedExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """(T, H) hidden states, or (..., H) with T tokens in all, (T, A) ids and weights, to their shape and dtype."""
+        out = ops.fused_moe(*self.call(hidden_states, top_k_index, top_k_weights))
+        return out.view(hidden_states.shape)
+
+    def call(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Call:
+        """What `forward` asks of the kernels."""
         if hidden_states.shape[-1] != self.shape.hidden:
             raise ValueError(
                 f"hidden_states is {tuple(hidden_states.shape)}; this layer takes (T, {self.shape.hidden})"
             )
         tokens = hidden_states.reshape(-1, self.shape.hidden)
-        out = ops.fused_moe(
+        return Call(
             tokens,
             top_k_index,
             top_k_weights,
@@ -132,7 +138,6 @@ class PagedExperts(nn.Module):
             self.gate_up_bias,
             self.down_bias,
         )
-        return out.view(hidden_states.shape)
 
     def extra_repr(self) -> str:
         return (

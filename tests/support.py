@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from pagedweight.bitplane import table_values
+from pagedweight.kernels.call import Call
 from pagedweight.kernels.device_order import choose_frame_bytes, plane_geometry, row_words, to_device_order
 from pagedweight.kernels.launch import LaunchConfig, join_codebooks
 from pagedweight.kernels.reference import fused_moe_reference
@@ -276,8 +277,8 @@ def run_kernel(
 
     if config is None and DEVICE.type == "cpu":
         config = one_tile(layer)
-    call = partial(launch_fused_moe, config=config)
-    return _run(call, layer, tables, x, expert_ids, expert_weights, token_slot, slots, spare_experts)
+    launch = partial(launch_fused_moe, config=config)
+    return _run(launch, layer, tables, x, expert_ids, expert_weights, token_slot, slots, spare_experts)
 
 
 def run_twin(
@@ -295,7 +296,7 @@ def run_twin(
 
 
 def _run(
-    call: Callable[..., torch.Tensor],
+    launch: Callable[[Call], torch.Tensor],
     layer: Layer,
     tables: BlockTables,
     x: torch.Tensor,
@@ -309,7 +310,7 @@ def _run(
     token_slot = zero_slots(len(x)) if token_slot is None else token_slot
     stats = RoutingStats.zeros(slots, 2, layer.shape.experts + spare_experts, device)
     batch = (tensor.to(device) for tensor in (x, expert_ids, expert_weights, token_slot))
-    out = call(*batch, **layer.arguments(tables, stats, layer_index=1))
+    out = launch(Call(*batch, **layer.arguments(tables, stats, layer_index=1)))
     return Outcome(out.cpu(), RoutingStats(*(tensor.cpu() for tensor in stats)))
 
 

@@ -28,6 +28,7 @@ LAYER = {
     "shared_experts": 4,
     "patching": 4,
     "saving": 4,
+    "compiling": 4,
     "quantizing": 5,
     "integrations": 4,
     "calibration": 5,
@@ -57,6 +58,7 @@ RUNTIME = {
 }
 KERNELS = {
     "launch": 0,
+    "call": 0,
     "reference": 0,
     "codes": 0,
     "device_order": 0,

@@ -38,12 +38,12 @@ from bench.e2e.throughput_peers import MARLIN, NO_TIME
 from bench.e2e.throughput_rows import (
     Setting,
     bars,
-    compile_ahead,
     dense_rows,
     marlin_rows,
     paged_rows,
     without_hooks,
 )
+from pagedweight.compiling import compile_kernels
 from pagedweight.evaluation.record import command
 from pagedweight.shared_experts import fold_shared_experts
 
@@ -97,7 +97,7 @@ def compiled_step(name: str, codebooks: str, options: argparse.Namespace) -> int
     drawn = drawn_of(dense_model(name, 1, options.device), codebooks, shared=options.shared)
     drawn.model.set_attn_implementation(WHOLE_CACHE)
     model = without_hooks(drawn, drawn.resident_bytes()[drawn.store.layout.widths[-1]])
-    launches = compile_ahead(model, options.batches)
+    launches = compile_kernels(model, options.batches)
     for batch in options.batches:
         CapturedDecoding(model, batch, options.context).milliseconds(2)
     return launches
@@ -181,7 +181,7 @@ def main() -> int:
         if at:
             drawn = drawn.with_pages(*PAGES[name], BUFFER_BYTES if options.device == "cuda" else 0)
         if options.device == "cuda":
-            ahead = compile_ahead(without_hooks(drawn, drawn.resident_bytes()[options.widths[0]]), options.batches)
+            ahead = compile_kernels(without_hooks(drawn, drawn.resident_bytes()[options.widths[0]]), options.batches)
             print(f"{ahead} launches compiled: {time.perf_counter() - STARTED:.1f} s", flush=True)
         for width in options.widths if "paged" in options.parts else []:
             rows += [row | {"codebooks": name} for row in paged_rows(drawn, width, options.batches, setting)]

@@ -14,7 +14,6 @@ from bench.e2e.captured import CapturedDecoding, compile_layers
 from bench.e2e.drawn import Drawn
 from bench.e2e.throughput_peers import MARLIN, put_int4, register_peers
 from pagedweight import RuntimeConfig
-from pagedweight.experts import PagedExperts
 from pagedweight.integrations.kv_pool import sequence_frames
 
 SETTLING_STEPS = 4
@@ -75,24 +74,6 @@ def without_hooks(drawn: Drawn, budget_bytes: int, *, compiled: bool = False) ->
     if compiled:
         compile_layers(model, experts_too=False)
     return model
-
-
-def compile_ahead(model: PreTrainedModel, batches: list[int]) -> int:
-    """Compile the kernels of these batch sizes side by side; returns how many launches."""
-    # Not at the top: it needs Triton.
-    from pagedweight.kernels.compiling import LayerArguments, compile_kernels
-
-    experts = next(module for module in model.modules() if isinstance(module, PagedExperts))
-    config, shape = model.config, experts.shape
-    routed = getattr(config, "num_experts", None) or config.num_local_experts
-    layer = LayerArguments(
-        *experts.tables, *experts.stats, experts.layer_index, experts.first_row, shape.experts, shape.intermediate,
-        experts.frame_bytes, shape.activation, list(experts.widths), experts.codebooks, shape.gated, shape.limit,
-        experts.gate_up_bias, experts.down_bias,
-    )  # fmt: skip
-    return compile_kernels(
-        layer, shape.hidden, config.num_experts_per_tok + shape.experts - routed, model.dtype, batches
-    )
 
 
 def dense_rows(model: PreTrainedModel, peers: list[str], batches: list[int], setting: Setting) -> list[dict]:

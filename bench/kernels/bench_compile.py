@@ -30,19 +30,17 @@ def first_calls(shape: str, codebooks: str, widths: tuple[int, ...], ahead: bool
     import torch
 
     from bench.kernels.bench_decode import codebooks_of
-    from bench.kernels.decode_layers import GpuLayer, routing
-    from pagedweight.kernels.compiling import LayerArguments, compile_kernels
-    from pagedweight.kernels.launch import join_codebooks
+    from bench.kernels.decode_layers import Gate, GpuLayer, routing
+    from pagedweight.kernels.compiling import compile_kernels
     from pagedweight.kernels.ops import fused_moe
 
     layer = GpuLayer.random(shape, 0, planes=widths[-1])
     books = codebooks_of(codebooks, widths)
     layer.commit(widths, books, 0)
-    arguments = LayerArguments(
-        layer.bits, layer.frame_address, layer.table_address, layer.frames.view(torch.uint8), layer.mass, layer.counts,
-        layer.features, 0, 0, layer.experts, layer.intermediate, layer.frame_bytes, "silu", list(widths),
-        join_codebooks(dict(zip(widths, books, strict=True)), widths),
-    )  # fmt: skip
+
+    def call_of(tokens: int) -> tuple:
+        return layer.call(routing(layer, tokens, 0, torch.bfloat16), widths, books, Gate())
+
     seconds: dict[str, float] = {}
 
     def timed(name: str, call: Callable[[], object]) -> None:
@@ -53,10 +51,10 @@ def first_calls(shape: str, codebooks: str, widths: tuple[int, ...], ahead: bool
         print(shape, codebooks, widths, name, seconds[name], "s", flush=True)
 
     if ahead:
-        timed("ahead", lambda: compile_kernels(arguments, layer.hidden, layer.choices, torch.bfloat16))
+        timed("ahead", lambda: compile_kernels(call_of(1)))
     for tokens in TOKENS:
-        batch = routing(layer, tokens, 0, torch.bfloat16)
-        timed(f"M={tokens}", lambda batch=batch: fused_moe(*batch, *arguments))
+        call = call_of(tokens)
+        timed(f"M={tokens}", lambda call=call: fused_moe(*call))
     return seconds
 
 

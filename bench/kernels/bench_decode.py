@@ -27,7 +27,7 @@ from triton.runtime.jit import MockTensor
 
 from bench.kernels.decode_layers import Gate, GpuLayer, dense_output, routing
 from pagedweight.kernels.decode.config import DecodeConfig, ProductConfig
-from pagedweight.kernels.decode.launches import Call, Launch, decode_launches
+from pagedweight.kernels.decode.launches import Launch, decode_launches
 
 READ_BYTES_PER_US = 4.25e6  # one launch that reads 170 MB, launch included
 FORMATS = {
@@ -62,14 +62,10 @@ class Case(NamedTuple):
     gate: Gate = Gate()
 
 
-def launches_of(layer, call, case, config):
-    tables = (layer.bits, layer.frame_address, layer.table_address)
-    stats = (layer.mass, layer.counts, layer.features)
-    sizes = (0, 0, layer.experts, layer.intermediate, layer.frame_bytes)
-    widths, gate = LABELS[case.label], case.gate
-    settings = (gate.activation, widths, codebooks_of(case.codebooks, widths), config, True, gate.gated, gate.limit)
-    biases = layer.biases if gate.biases else (None, None)
-    return decode_launches(Call(*call, *tables, *stats, *sizes, *settings, *biases))
+def launches_of(layer, batch, case, config):
+    widths = LABELS[case.label]
+    call = layer.call(batch, widths, codebooks_of(case.codebooks, widths), case.gate)
+    return decode_launches(call, config, use_ptx=True)
 
 
 def codebooks_of(name: str, widths: tuple[int, ...]) -> tuple[str, ...]:

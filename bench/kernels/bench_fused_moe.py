@@ -58,16 +58,16 @@ def finished(call: object) -> object:
 def bench_fused_moe(case: Case, device: torch.device, benchmark: object) -> None:
     layer = build(case, device)
     batch = draw_batch(layer, case.tokens, SHAPES[case.model][1], seed=0)
-    arguments = layer.arguments(batch.x.to(DTYPE), batch)
+    call = layer.call(batch.x.to(DTYPE), batch)
     limit = LIMITS.get(DTYPE, 1e-3)
-    assert Errors.of(fused_moe(**arguments), dense_output(layer, batch)).within(limit)
+    assert Errors.of(fused_moe(*call), dense_output(layer, batch)).within(limit)
     active = batch.ids.unique().tolist()
     benchmark.extra_info["plane_bytes"] = sum(
         int(layer.tables.bits[2 * e + u]) * layer.geometry[u].rows * layer.geometry[u].columns // 8
         for e in active
         for u in (0, 1)
     )
-    benchmark(finished(lambda: fused_moe(**arguments)))
+    benchmark(finished(lambda: fused_moe(*call)))
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="the baseline is CUDA's grouped matrix product")

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -25,13 +25,12 @@ import triton
 from triton.runtime.jit import MockTensor
 
 from bench.kernels.bench_decode import LABELS, codebooks_of, graph_time
-from bench.kernels.decode_layers import GpuLayer, dense_output, routing
+from bench.kernels.decode_layers import Gate, GpuLayer, dense_output, routing
+from pagedweight.kernels.call import Call
 from pagedweight.kernels.fused_moe import launch_fused_moe
-from pagedweight.kernels.launch import join_codebooks
 from pagedweight.kernels.ops import fused_moe
 from pagedweight.kernels.prefill.config import PrefillConfig
 from pagedweight.kernels.prefill.launch import (
-    Layer,
     ProductLaunch,
     down_launch,
     gate_up_launch,
@@ -116,18 +115,11 @@ SUITES = {
 def product_launches(case: Case, config: PrefillConfig) -> list[ProductLaunch]:
     """A case's products over tensors without memory."""
     layer = GpuLayer.meta(case.shape, planes=case.planes)
-    empty = {"device": "meta", "dtype": torch.int32}
-    grouping = Grouping(*(torch.empty(4, **empty) for _ in range(5)))
-    described = Layer(
-        layer.bits, layer.frame_address, layer.table_address, 0, layer.hidden, layer.intermediate, layer.frame_bytes,
-        "silu", case.widths, codebooks_of(case.codebooks, case.widths), True, 0.0, None, None,
-    )  # fmt: skip
-    x, h = (
-        torch.empty(4, operand_columns(columns), device="meta", dtype=case.dtype)
-        for columns in (layer.hidden, layer.intermediate)
-    )
+    call = op_call(layer, case, routing(layer, 4, 0, case.dtype))
+    grouping = Grouping(*(torch.empty(4, device="meta", dtype=torch.int32) for _ in Grouping._fields))
+    x, h = (call.x.new_empty(4, operand_columns(columns)) for columns in (layer.hidden, layer.intermediate))
     prepared = Prepared(grouping, x, torch.empty(4, device="meta"), h)
-    return [gate_up_launch(described, prepared, layer.choices, config)[1], down_launch(described, prepared, config)[1]]
+    return [gate_up_launch(call, prepared, config)[1], down_launch(call, prepared, config)[1]]
 
 
 def compile_jobs(jobs: list[tuple[Case, PrefillConfig, int]]) -> list[str]:
@@ -162,33 +154,27 @@ def held_bytes(call: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def op_call(layer: GpuLayer, case: Case, batch: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-    """The op's arguments, in order."""
-    books = dict(zip(case.widths, codebooks_of(case.codebooks, case.widths), strict=True))
-    return (
-        *batch, layer.bits, layer.frame_address, layer.table_address, layer.frames.view(torch.uint8), layer.mass,
-        layer.counts, layer.features, 0, 0, layer.experts, layer.intermediate, layer.frame_bytes, "silu",
-        list(case.widths), join_codebooks(books, case.widths),
-    )  # fmt: skip
+def op_call(layer: GpuLayer, case: Case, batch: tuple[torch.Tensor, ...]) -> Call:
+    return layer.call(batch, case.widths, codebooks_of(case.codebooks, case.widths), Gate())
 
 
-def variants(case: Case, grouped: bool) -> Iterator[tuple[str, Callable[..., torch.Tensor]]]:
+def variants(case: Case, grouped: bool) -> Iterator[tuple[str, Callable[[Call], torch.Tensor]]]:
     for config in case.configs:
         name = f"rows {config.rows} tokens {config.tokens}/{config.few}"
-        yield name, lambda *call, config=config: launch_prefill_moe(*call, config=config)
+        yield name, lambda call, config=config: launch_prefill_moe(call, config)
     if not case.configs:
-        yield "chosen", fused_moe
+        yield "chosen", lambda call: fused_moe(*call)
     if grouped:
         yield "grouped", launch_fused_moe
 
 
-def measured(launch: Callable[..., torch.Tensor], calls: list[tuple], wanted: torch.Tensor, timed: bool) -> dict:
-    out = launch(*calls[0])
+def measured(launch: Callable[[Call], torch.Tensor], calls: list[Call], wanted: torch.Tensor, timed: bool) -> dict:
+    out = launch(calls[0])
     record = {"error": float((out.double() - wanted).norm() / wanted.norm())}
-    record["equal"] = torch.equal(out, launch(*calls[0]))  # equal inputs give equal bits
-    record["memory"] = held_bytes(lambda: launch(*calls[0]))
+    record["equal"] = torch.equal(out, launch(calls[0]))  # equal inputs give equal bits
+    record["memory"] = held_bytes(lambda: launch(calls[0]))
     if timed:
-        record["us"] = graph_time(lambda: [launch(*call) for call in calls], len(calls))
+        record["us"] = graph_time(lambda: [launch(call) for call in calls], len(calls))
     return record
 
 
@@ -215,11 +201,11 @@ def run_parts(case: Case, layer: GpuLayer, tokens: int) -> None:
     layer.commit(case.widths, codebooks_of(case.codebooks, case.widths), 0)
     call = op_call(layer, case, routing(layer, tokens, 0, case.dtype))
     for name, launch in variants(case, False):
-        launch(*call)
+        launch(call)
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(5):
-                launch(*call)
+                launch(call)
             torch.cuda.synchronize()
         parts = {e.key[:28]: round(e.self_device_time_total / 5, 1) for e in profile.key_averages()}
         print("parts", case[:3], tokens, name, parts, flush=True)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from pagedweight.kernels.call import Call
 from pagedweight.kernels.device_order import (
     PlaneGeometry,
     choose_frame_bytes,
@@ -13,6 +14,7 @@ from pagedweight.kernels.device_order import (
     row_words,
     stored_columns,
 )
+from pagedweight.kernels.launch import join_codebooks
 from pagedweight.kernels.reference import combine
 
 SHAPES = {  # hidden, intermediate, experts, experts per token
@@ -52,6 +54,7 @@ class GpuLayer:
         self.counts = torch.zeros(1, 1, self.experts, dtype=torch.int32, device=device)
         self.features = torch.zeros(1, 1, self.experts, 2, 3, device=device)
         self.biases = [torch.zeros(self.experts, height, device=device) for height, _columns in self.matrices]
+        self.frames = torch.empty(0, dtype=torch.int32, device=device)
 
     @classmethod
     def meta(cls, shape: str, frames: str = "framed", planes: int = 6, gated: bool = True) -> GpuLayer:
@@ -80,6 +83,17 @@ class GpuLayer:
             used += held[row % 2]
         layer.generator = generator
         return layer
+
+    def call(
+        self, batch: tuple[torch.Tensor, ...], widths: tuple[int, ...], codebooks: tuple[str, ...], gate: Gate
+    ) -> Call:
+        """fused_moe's arguments for a batch as `routing` makes it."""
+        tables = (self.bits, self.frame_address, self.table_address, self.frames.view(torch.uint8))
+        sizes = (0, 0, self.experts, self.intermediate, self.frame_bytes)
+        books = join_codebooks(dict(zip(widths, codebooks, strict=True)), widths)
+        biases = self.biases if gate.biases else (None, None)
+        settings = (gate.activation, list(widths), books, gate.gated, gate.limit, *biases)
+        return Call(*batch, *tables, self.mass, self.counts, self.features, *sizes, *settings)
 
     def commit(self, widths: tuple[int, ...], codebooks: tuple[str, ...], seed: int) -> None:
         """Draw a width for every linear-block and fill its table."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pagedweight.kernels.call import Call
 from pagedweight.kernels.launch import split_codebooks
 from pagedweight.layout import BlockTables, RoutingStats, check_activation
 
@@ -11,44 +12,21 @@ INPUT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 ID_TYPES = (torch.int32, torch.int64)
 
 
-def check_arguments(
-    x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    expert_weights: torch.Tensor,
-    token_slot: torch.Tensor,
-    bits: torch.Tensor,
-    frame_address: torch.Tensor,
-    table_address: torch.Tensor,
-    memory: torch.Tensor,
-    mass: torch.Tensor,
-    counts: torch.Tensor,
-    features: torch.Tensor,
-    layer_index: int,
-    first_row: int,
-    experts: int,
-    intermediate: int,
-    frame_bytes: int,
-    activation: str,
-    widths: list[int],
-    codebooks: str,
-    gated: bool = True,
-    limit: float = 0.0,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-) -> None:
+def check_arguments(call: Call) -> None:
     """ValueError, in one sentence, for the first of fused_moe's arguments that does not fit the others."""
-    tables, stats = BlockTables(bits, frame_address, table_address, memory), RoutingStats(mass, counts, features)
-    _check_batch(x, expert_ids, expert_weights, token_slot)
-    check_activation(activation, gated, limit)
-    split_codebooks(codebooks, widths)
-    if expert_ids.shape[1] > experts:
-        raise ValueError(f"expert_ids name {expert_ids.shape[1]} experts per token, but the layer has {experts}")
-    if first_row < 0 or first_row + 2 * experts > len(bits):
-        raise ValueError(f"rows {first_row} to {first_row + 2 * experts} are beyond the {len(bits)} rows of the tables")
-    _check_tensors(x.device, tables, stats)
-    _check_bias("gate_up_bias", gate_up_bias, (experts, (1 + gated) * intermediate), x.device)
-    _check_bias("down_bias", down_bias, (experts, x.shape[1]), x.device)
-    _check_room(stats, layer_index, experts)
+    _check_batch(call.x, call.expert_ids, call.expert_weights, call.token_slot)
+    check_activation(call.activation, call.gated, call.limit)
+    split_codebooks(call.codebooks, call.widths)
+    experts, device = call.experts, call.x.device
+    if call.expert_ids.shape[1] > experts:
+        raise ValueError(f"expert_ids name {call.expert_ids.shape[1]} experts per token, but the layer has {experts}")
+    last_row = call.first_row + 2 * experts
+    if call.first_row < 0 or last_row > len(call.bits):
+        raise ValueError(f"rows {call.first_row} to {last_row} are beyond the {len(call.bits)} rows of the tables")
+    _check_tensors(device, call.tables, call.stats)
+    _check_bias("gate_up_bias", call.gate_up_bias, (experts, (1 + call.gated) * call.intermediate), device)
+    _check_bias("down_bias", call.down_bias, (experts, call.x.shape[1]), device)
+    _check_room(call.stats, call.layer_index, experts)
 
 
 def _check_batch(

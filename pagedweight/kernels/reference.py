@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional
 
 from pagedweight.bitplane import table_from_bytes, table_values
+from pagedweight.kernels.call import Call
 from pagedweight.kernels.device_order import BLOCK_WORDS, PlaneGeometry, plane_geometry, stored_columns
-from pagedweight.kernels.launch import split_codebooks
 from pagedweight.layout import BlockTables, Projection, RoutingStats, table_bytes
 
 GATES = {
@@ -49,63 +49,38 @@ def group_pairs(expert_ids: torch.Tensor, experts: int) -> Pairs:
     return Pairs(keys.argsort(stable=True)[: sum(counts)], counts)
 
 
-def fused_moe_reference(
-    x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    expert_weights: torch.Tensor,
-    token_slot: torch.Tensor,
-    bits: torch.Tensor,
-    frame_address: torch.Tensor,
-    table_address: torch.Tensor,
-    memory: torch.Tensor,
-    mass: torch.Tensor,
-    counts: torch.Tensor,
-    features: torch.Tensor,
-    layer_index: int,
-    first_row: int,
-    experts: int,
-    intermediate: int,
-    frame_bytes: int,
-    activation: str,
-    widths: list[int],
-    codebooks: str,
-    gated: bool = True,
-    limit: float = 0.0,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def fused_moe_reference(call: Call) -> torch.Tensor:
     """out[t] = sum_a w[t, a] * (down_e combine(gate_up_e x[t] + b_e) + c_e), e = expert_ids[t, a], as `fused_moe`."""
-    tokens, hidden = x.shape
-    per_token = expert_ids.shape[1]
-    tables = BlockTables(bits, frame_address, table_address, memory)
-    gate_up_plane = plane_geometry((1 + gated) * intermediate, hidden, frame_bytes)
-    down_plane = plane_geometry(hidden, intermediate, frame_bytes)
-    pairs = group_pairs(expert_ids, experts)
-    books = dict(zip(widths, split_codebooks(codebooks, widths), strict=True))
+    tokens, hidden = call.x.shape
+    per_token = call.expert_ids.shape[1]
+    tables, books = call.tables, dict(zip(call.widths, call.books, strict=True))
+    gate_up_plane = plane_geometry((1 + call.gated) * call.intermediate, hidden, call.frame_bytes)
+    down_plane = plane_geometry(hidden, call.intermediate, call.frame_bytes)
+    pairs = group_pairs(call.expert_ids, call.experts)
 
-    inputs = x.float()
+    inputs = call.x.float()
     stored_inputs = to_stored_order(inputs)
     down_norms = inputs.new_zeros(tokens * per_token)
     outputs = inputs.new_zeros(tokens * per_token, hidden)
-    for active, groups in _chunks(pairs, gate_up_plane.rows * hidden + down_plane.rows * intermediate):
-        rows = first_row + 2 * torch.tensor(active, device=x.device)
+    for active, groups in _chunks(pairs, gate_up_plane.rows * hidden + down_plane.rows * call.intermediate):
+        rows = call.first_row + 2 * torch.tensor(active, device=call.x.device)
         gate_up = decode_blocks(tables, rows + Projection.GATE_UP, gate_up_plane, books)
         down = decode_blocks(tables, rows + Projection.DOWN, down_plane, books)
         for expert, gate_up_weight, down_weight, group in zip(active, gate_up, down, groups, strict=True):
             inputs_here = stored_inputs[group // per_token]
-            product = functional.linear(inputs_here, gate_up_weight, _bias_of(gate_up_bias, expert))
-            inner = combine(product, activation, gated, limit)
+            product = functional.linear(inputs_here, gate_up_weight, _bias_of(call.gate_up_bias, expert))
+            inner = combine(product, call.activation, call.gated, call.limit)
             down_norms[group] = inner.norm(dim=-1)
-            outputs[group] = functional.linear(to_stored_order(inner), down_weight, _bias_of(down_bias, expert))
+            outputs[group] = functional.linear(to_stored_order(inner), down_weight, _bias_of(call.down_bias, expert))
 
-    chosen = (expert_ids >= 0) & (expert_ids < experts)
+    chosen = (call.expert_ids >= 0) & (call.expert_ids < call.experts)
     routing_reference(
-        torch.where(chosen, expert_ids, -1),  # the statistics may hold more experts than this layer has
-        expert_weights, token_slot, inputs.norm(dim=-1), down_norms.view(tokens, per_token),
-        RoutingStats(mass, counts, features), layer_index,
+        torch.where(chosen, call.expert_ids, -1),  # the statistics may hold more experts than this layer has
+        call.expert_weights, call.token_slot, inputs.norm(dim=-1), down_norms.view(tokens, per_token), call.stats,
+        call.layer_index,
     )  # fmt: skip
-    weights = torch.where(chosen, expert_weights.float(), 0.0)
-    return (outputs.view(tokens, per_token, hidden) * weights[..., None]).sum(1).to(x.dtype)
+    weights = torch.where(chosen, call.expert_weights.float(), 0.0)
+    return (outputs.view(tokens, per_token, hidden) * weights[..., None]).sum(1).to(call.x.dtype)
 
 
 def combine(product: torch.Tensor, activation: str, gated: bool = True, limit: float = 0.0) -> torch.Tensor:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import torch
 
+from pagedweight.kernels.call import Call
 from pagedweight.kernels.decode.launch import can_decode, launch_decode_moe
 from pagedweight.kernels.fused_moe import launch_fused_moe
 from pagedweight.kernels.prefill.config import can_prefill
 
 
-def choose_regime(x: torch.Tensor) -> Callable[..., torch.Tensor]:
+def choose_regime(x: torch.Tensor) -> Callable[[Call], torch.Tensor]:
     """The launcher for (T, H) inputs, from shapes and types alone: a captured graph stays right."""
     if can_decode(x):
         return launch_decode_moe

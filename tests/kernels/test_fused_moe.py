@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagedweight.kernels.call import Call
 from pagedweight.kernels.fused_moe import launch_fused_moe
 from pagedweight.kernels.launch import LaunchConfig, choose
 from pagedweight.kernels.ops import fused_moe
@@ -422,24 +423,24 @@ def _gpu_call(layer, tables, tokens, per_token, dtype=torch.bfloat16, seed=0):
     ids, weights = draw_routing(tokens, layer.shape.experts, per_token, seed)
     stats = RoutingStats.zeros(1, 1, layer.shape.experts, DEVICE)
     batch = (draw_tokens(tokens, layer.shape.hidden, seed, dtype), ids, weights, zero_slots(tokens))
-    return [tensor.to(DEVICE) for tensor in batch], layer.arguments(tables, stats)
+    return Call(*(tensor.to(DEVICE) for tensor in batch), **layer.arguments(tables, stats))
 
 
 @pytest.mark.gpu
 def test_case_54_equal_runs_give_equal_bits():
     layer = make_layer(8, 512, 352)
-    batch, arguments = _gpu_call(layer, layer.place(draw_bits(layer)), 1, 4)
-    first = launch_fused_moe(*batch, **arguments)
-    assert all(torch.equal(launch_fused_moe(*batch, **arguments), first) for _ in range(20))
+    call = _gpu_call(layer, layer.place(draw_bits(layer)), 1, 4)
+    first = launch_fused_moe(call)
+    assert all(torch.equal(launch_fused_moe(call), first) for _ in range(20))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [2, 33, 129])
 def test_case_55_a_token_alone_and_in_company(tokens):
     layer = make_layer(8, 512, 352)
-    batch, arguments = _gpu_call(layer, layer.place(draw_bits(layer)), tokens, 4)
-    alone = launch_fused_moe(*(tensor[:1] for tensor in batch), **arguments)
-    assert_close(launch_fused_moe(*batch, **arguments)[:1], alone)
+    call = _gpu_call(layer, layer.place(draw_bits(layer)), tokens, 4)
+    alone = launch_fused_moe(call.tokens(slice(0, 1)))
+    assert_close(launch_fused_moe(call)[:1], alone)
 
 
 @pytest.mark.gpu
@@ -452,10 +453,10 @@ def test_case_55_a_token_alone_and_in_company(tokens):
 )
 def test_cases_62_and_64_very_long_batches(tokens, per_token, hidden, intermediate):
     layer = make_layer(5, hidden, intermediate, (2, 3))
-    batch, arguments = _gpu_call(layer, layer.place(draw_bits(layer)), tokens, per_token)
-    out = launch_fused_moe(*batch, **arguments)
+    call = _gpu_call(layer, layer.place(draw_bits(layer)), tokens, per_token)
+    out = launch_fused_moe(call)
     for rows in (slice(0, 64), slice(tokens - 64, tokens)):
-        assert_close(out[rows], launch_fused_moe(*(tensor[rows] for tensor in batch), **arguments))
+        assert_close(out[rows], launch_fused_moe(call.tokens(rows)))
 
 
 @pytest.mark.gpu
@@ -463,13 +464,13 @@ def test_cases_65_and_68_a_captured_graph_follows_the_tables_without_a_sync():
     layer = make_layer(4, 256, 192)
     bits = torch.full((8,), 6, dtype=torch.int32)
     tables = layer.place(bits, spare_frames=64)
-    batch, arguments = _gpu_call(layer, tables, 16, 2)
-    launch_fused_moe(*batch, **arguments)
+    call = _gpu_call(layer, tables, 16, 2)
+    launch_fused_moe(call)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.cuda.graph(graph):
-            out = launch_fused_moe(*batch, **arguments)
+            out = launch_fused_moe(call)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     bits[:2] = 3
@@ -482,8 +483,8 @@ def test_cases_65_and_68_a_captured_graph_follows_the_tables_without_a_sync():
     tables.frame_address.copy_(lowered.frame_address - moved)
     tables.table_address.copy_(lowered.table_address - moved)
     graph.replay()
-    assert torch.equal(out, launch_fused_moe(*batch, **arguments))
-    dense = layer.moe(batch[0].cpu(), batch[1].cpu(), batch[2].cpu(), bits)
+    assert torch.equal(out, launch_fused_moe(call))
+    dense = layer.moe(*(tensor.cpu() for tensor in call[:3]), bits)
     assert_close(out.cpu(), dense, torch.bfloat16)
 
 
@@ -494,13 +495,13 @@ def test_every_gate_through_the_op_eager_and_captured(gate, dtype):
     activation, gated, limit = gate
     layer = make_layer(5, 256, 192, activation=activation, gated=gated, limit=limit, biases=dtype)
     bits = draw_bits(layer)
-    batch, arguments = _gpu_call(layer, layer.place(bits), 7, 2, dtype)
-    batch[0].mul_(4)
-    expected = layer.moe(batch[0].cpu(), batch[1].cpu(), batch[2].cpu(), bits)
-    assert_close(fused_moe(*batch, **arguments).cpu(), expected, dtype)
+    call = _gpu_call(layer, layer.place(bits), 7, 2, dtype)
+    call.x.mul_(4)
+    expected = layer.moe(*(tensor.cpu() for tensor in call[:3]), bits)
+    assert_close(fused_moe(*call).cpu(), expected, dtype)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = fused_moe(*batch, **arguments)
+        out = fused_moe(*call)
     graph.replay()
     assert_close(out.cpu(), expected, dtype)
 
@@ -512,8 +513,7 @@ def test_case_116_first_launches_from_four_threads():
     results, threads = {}, []
 
     def work(index):
-        batch, arguments = calls[index % 2]
-        results[index] = launch_fused_moe(*batch, **arguments)
+        results[index] = launch_fused_moe(calls[index % 2])
 
     for index in range(4):
         threads.append(threading.Thread(target=work, args=(index,)))

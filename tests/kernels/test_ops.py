@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pagedweight.kernels import ops
+from pagedweight.kernels.call import Call
 from pagedweight.kernels.checks import check_arguments
 from pagedweight.layout import RoutingStats
 from tests.support import assert_close, draw_bits, draw_routing, draw_tokens, make_layer, zero_slots
@@ -105,10 +106,10 @@ def test_tensors_on_another_device_are_refused():
     _, arguments = call()
     arguments |= RoutingStats.zeros(1, 1, 4, "meta")._asdict()
     with pytest.raises(ValueError, match="mass is on meta and x on cpu"):
-        check_arguments(**arguments)
+        check_arguments(Call(**arguments))
     _, arguments = call()
     with pytest.raises(ValueError, match="down_bias is on meta and x on cpu"):
-        check_arguments(**arguments | {"down_bias": torch.zeros(4, 40, device="meta")})
+        check_arguments(Call(**arguments | {"down_bias": torch.zeros(4, 40, device="meta")}))
 
 
 _WITHOUT_TRITON = """
@@ -118,9 +119,10 @@ import torch
 from tests.kernels.test_ops import call
 _, arguments = call()
 assert torch.ops.pagedweight.fused_moe(**arguments).isfinite().all()
+from pagedweight.kernels.call import Call
 from pagedweight.kernels.ops import launch_on_cuda
 try:
-    launch_on_cuda(**arguments)
+    launch_on_cuda(Call(**arguments))
 except ImportError as error:
     print(error)
 """

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from pagedweight.layout import check_codebook
-
 MAX_TOKENS = 64
 BYTE_CODEBOOKS = frozenset({"affine", "lut8"})
 BLOCK_COLUMNS = 512
@@ -242,11 +240,3 @@ def _product_problem(
 
 def _steps(columns: int, chunks: int) -> int:
     return -(-columns // (BLOCK_COLUMNS * chunks))
-
-
-def check_codebooks(widths: tuple[int, ...], codebooks: tuple[str, ...]) -> None:
-    """ValueError unless every width has a codebook these launches can decode."""
-    if len(codebooks) != len(widths):
-        raise ValueError(f"{len(widths)} widths have {len(codebooks)} codebooks; give one for each width")
-    for bits, codebook in zip(widths, codebooks, strict=True):
-        check_codebook(codebook, bits)

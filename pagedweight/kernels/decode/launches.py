@@ -9,13 +9,13 @@ import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
+from pagedweight.kernels.call import Call
 from pagedweight.kernels.decode.config import (
     GENERIC,
     DecodeConfig,
     Hardware,
     ProductConfig,
     Workload,
-    check_codebooks,
     choose,
     problem,
 )
@@ -30,35 +30,6 @@ from pagedweight.kernels.weighted_sum import sum_launch, weighted_sum_kernel
 SUM_COLUMNS = 512
 
 
-class Call(NamedTuple):
-    """The arguments of `launch_decode_moe`, without the arena: the addresses point into it."""
-
-    x: torch.Tensor
-    expert_ids: torch.Tensor
-    expert_weights: torch.Tensor
-    token_slot: torch.Tensor
-    bits: torch.Tensor
-    frame_address: torch.Tensor
-    table_address: torch.Tensor
-    mass: torch.Tensor
-    counts: torch.Tensor
-    features: torch.Tensor
-    layer_index: int
-    first_row: int
-    experts: int
-    intermediate: int
-    frame_bytes: int
-    activation: str
-    widths: tuple[int, ...]
-    codebooks: tuple[str, ...] | None = None
-    config: DecodeConfig | None = None
-    use_ptx: bool | None = None
-    gated: bool = True
-    limit: float = 0.0
-    gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
-
-
 class Launch(NamedTuple):
     """One kernel launch; arguments by name."""
 
@@ -70,9 +41,14 @@ class Launch(NamedTuple):
         self.kernel[self.grid](**self.arguments)
 
 
-def decode_launches(call: Call) -> tuple[torch.Tensor, list[Launch]]:
-    """(the output, the launches that fill it), in order; ValueError when the settings cannot run."""
-    launches = _Launches(_resolved(call))
+def decode_launches(
+    call: Call, config: DecodeConfig | None = None, use_ptx: bool | None = None
+) -> tuple[torch.Tensor, list[Launch]]:
+    """(the output, the launches that fill it), in order; arguments as `launch_decode_moe`'s."""
+    # Kernels read x, ids and weights as they lie; the rest is contiguous already.
+    x, ids, weights = call.x.contiguous(), call.expert_ids.contiguous(), call.expert_weights.contiguous()
+    call = call.with_batch(x, ids, weights, call.token_slot)
+    launches = _Launches(call, _chosen(call, config), _has_ptx(call.x) if use_ptx is None else use_ptx)
     order = [launches.gate_up(), launches.down()]
     if launches.planned:
         order.insert(0, launches.prepare())
@@ -86,27 +62,16 @@ def decode_launches(call: Call) -> tuple[torch.Tensor, list[Launch]]:
     return launches.out, order
 
 
-def _resolved(call: Call) -> Call:
-    """The call with its defaults filled in, checked."""
-    widths = tuple(call.widths)
-    codebooks = ("lut16",) * len(widths) if call.codebooks is None else tuple(call.codebooks)
-    check_codebooks(widths, codebooks)
+def _chosen(call: Call, config: DecodeConfig | None) -> DecodeConfig:
+    """The settings given, or the table's. ValueError when they cannot run."""
     (tokens, hidden), choices = call.x.shape, call.expert_ids.shape[1]
-    work = Workload(tokens, choices, call.experts, hidden, call.intermediate, widths, codebooks)
+    work = Workload(tokens, choices, call.experts, hidden, call.intermediate, tuple(call.widths), call.books)
     hardware = _hardware(call.x)
-    config = choose(work, hardware) if call.config is None else call.config
+    config = choose(work, hardware) if config is None else config
     reason = problem(config, work, hardware)
     if reason is not None:
         raise ValueError(reason)
-    return call._replace(
-        x=call.x.contiguous(),
-        expert_ids=call.expert_ids.contiguous(),
-        expert_weights=call.expert_weights.contiguous(),
-        widths=widths,
-        codebooks=codebooks,
-        config=config,
-        use_ptx=_has_ptx(call.x) if call.use_ptx is None else call.use_ptx,
-    )
+    return config
 
 
 def _hardware(x: torch.Tensor) -> Hardware:
@@ -151,10 +116,11 @@ class _Digits:
 
 
 class _Launches:
-    """The launches of one resolved call, over scratch of its own."""
+    """The launches of one call of contiguous inputs, over scratch of its own."""
 
-    def __init__(self, call: Call) -> None:
-        self.call, self.config = call, call.config
+    def __init__(self, call: Call, config: DecodeConfig, use_ptx: bool) -> None:
+        self.call, self.config, self.use_ptx = call, config, use_ptx
+        self.codebooks = call.books
         self.tokens, self.hidden = call.x.shape
         self.choices = call.expert_ids.shape[1]
         self.pairs = self.tokens * self.choices
@@ -162,7 +128,7 @@ class _Launches:
         self.slots = min(self.pairs, call.experts + self.pairs // self.config.tokens)
         self.down_tiles = triton.cdiv(self.hidden, self.config.down.rows)
         # Digit orders of the widths: codes that are looked up, codes that are numbers.
-        self.orders = tuple(sorted({int(codebook == "affine") for codebook in call.codebooks}))
+        self.orders = tuple(sorted({int(codebook == "affine") for codebook in self.codebooks}))
         self.out = torch.empty_like(call.x)
         self.h = call.x.new_empty((self.pairs, call.intermediate))
         digits = self.config.int8 and self.planned
@@ -211,10 +177,10 @@ class _Launches:
             "PADDED": triton.next_power_of_2(self.choices),
             "PLANES": call.frame_address.shape[1],
             "PLANE_FRAMES": call.frame_address.shape[2],
-            "WIDTHS": call.widths,
-            "CODEBOOKS": call.codebooks,
+            "WIDTHS": tuple(call.widths),
+            "CODEBOOKS": self.codebooks,
             "PLANNED": self.planned,
-            "PTX": call.use_ptx,
+            "PTX": self.use_ptx,
         }
 
     def prepare(self) -> Launch:

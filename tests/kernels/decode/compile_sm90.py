@@ -16,8 +16,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from pagedweight.kernels.call import Call
 from pagedweight.kernels.decode.config import Hardware, Workload, choose
-from pagedweight.kernels.decode.launches import Call, Launch, decode_launches
+from pagedweight.kernels.decode.launches import Launch, decode_launches
 from pagedweight.kernels.device_order import choose_frame_bytes, plane_geometry
 
 H200 = Hardware(232448, True)
@@ -43,13 +44,13 @@ def launches(tokens: int, widths: tuple[int, ...], codebooks: tuple[str, ...]) -
         empty(120, dtype=torch.int32),
         empty(120, widths[-1], frames, dtype=torch.int64),
         empty(120, dtype=torch.int64),
+        empty(0, dtype=torch.uint8),
         empty(1, 1, 60, dtype=torch.float32),
         empty(1, 1, 60, dtype=torch.int32),
         empty(1, 1, 60, 2, 3, dtype=torch.float32),
     )
-    config = choose(work, H200)
-    call = Call(*arguments, 0, 0, 60, 1408, frame_bytes, "silu", widths, codebooks, config, True)
-    return decode_launches(call)[1]
+    call = Call(*arguments, 0, 0, 60, 1408, frame_bytes, "silu", list(widths), ",".join(codebooks))
+    return decode_launches(call, choose(work, H200), use_ptx=True)[1]
 
 
 def compiled(launch: Launch) -> dict[str, object]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from pagedweight.kernels.call import Call
 from pagedweight.kernels.decode.config import DecodeConfig, ProductConfig
 from pagedweight.kernels.decode.launch import launch_decode_moe
 from pagedweight.layout import BlockTables, MoeLayer, RoutingStats
@@ -83,7 +84,7 @@ def run(
     placed: Placed, batch: Batch, config: DecodeConfig | None = None, stats: RoutingStats | None = None
 ) -> torch.Tensor:
     stats = stats or RoutingStats.zeros(1, 1, placed.layer.shape.experts, device=DEVICE)
-    return launch_decode_moe(*batch, **placed.layer.arguments(placed.tables, stats), config=config)
+    return launch_decode_moe(Call(*batch, **placed.layer.arguments(placed.tables, stats)), config)
 
 
 def hidden_of(placed: Placed, x: torch.Tensor, expert: int) -> torch.Tensor:

@@ -14,9 +14,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from pagedweight.kernels.call import Call
 from pagedweight.kernels.device_order import choose_frame_bytes, plane_geometry
 from pagedweight.kernels.prefill.config import PrefillConfig
-from pagedweight.kernels.prefill.launch import Layer, ProductLaunch, down_launch, gate_up_launch
+from pagedweight.kernels.prefill.launch import ProductLaunch, down_launch, gate_up_launch
 from pagedweight.kernels.prefill.prepare import Prepared, operand_columns
 from pagedweight.kernels.routing import Grouping
 from tests.kernels.decode.compile_sm90 import TYPES, _stack_bytes
@@ -33,17 +34,16 @@ def launches(widths: tuple[int, ...], codebooks: tuple[str, ...], tokens: int) -
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    bits = empty(256, dtype=torch.int32)
-    layer = Layer(
-        bits, empty(256, widths[-1], frames), empty(256), 0, HIDDEN, INTERMEDIATE, frame_bytes, "gelu_tanh", widths,
-        codebooks, True, 0.0, None, None,
-    )  # fmt: skip
+    batch = (empty(1, HIDDEN, dtype=torch.bfloat16), empty(1, 8), empty(1, 8), empty(1))
+    tables = (empty(256, dtype=torch.int32), empty(256, widths[-1], frames), empty(256), empty(0))
+    sizes = (0, 0, 128, INTERMEDIATE, frame_bytes)
+    call = Call(*batch, *tables, *(empty(0),) * 3, *sizes, "gelu_tanh", list(widths), ",".join(codebooks))
     grouping = Grouping(*(empty(8, dtype=torch.int32) for _ in range(5)))
     config = PrefillConfig(tokens=tokens)
     inputs = empty(8, operand_columns(HIDDEN), dtype=torch.bfloat16)
     h = empty(8, operand_columns(INTERMEDIATE), dtype=torch.bfloat16)
     prepared = Prepared(grouping, inputs, empty(8, dtype=torch.float32), h)
-    return [gate_up_launch(layer, prepared, 8, config)[1], down_launch(layer, prepared, config)[1]]
+    return [gate_up_launch(call, prepared, config)[1], down_launch(call, prepared, config)[1]]
 
 
 def compiled(launch: ProductLaunch) -> dict[str, object]:

@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagedweight.kernels.call import Call
 from pagedweight.kernels.prefill.config import PrefillConfig
 from pagedweight.kernels.reference import fused_moe_reference
 from pagedweight.layout import MoeLayer, RoutingStats
@@ -19,7 +20,7 @@ def run(placed, batch, config=NARROW, stats=None):
     from pagedweight.kernels.prefill.launch import launch_prefill_moe
 
     stats = stats or RoutingStats.zeros(1, 1, placed.shape.experts, device=DEVICE)
-    return launch_prefill_moe(*batch, **placed.layer.arguments(placed.tables, stats), config=config)
+    return launch_prefill_moe(Call(*batch, **placed.layer.arguments(placed.tables, stats)), config)
 
 
 @settings(max_examples=5)  # each compiles two kernels
@@ -52,7 +53,7 @@ def test_mixed_widths_and_statistics_equal_the_twin(mixed):
     stats, expected = (RoutingStats.zeros(2, 1, 8, device=DEVICE) for _ in range(2))
     out = run(mixed, batch, stats=stats)
     assert_close(out, reference(mixed, batch), batch.x.dtype)
-    assert_close(out, fused_moe_reference(*batch, **mixed.layer.arguments(mixed.tables, expected)))
+    assert_close(out, fused_moe_reference(Call(*batch, **mixed.layer.arguments(mixed.tables, expected))))
     assert torch.equal(stats.counts, expected.counts)
     for name in ("mass", "features"):
         assert_close(getattr(stats, name), getattr(expected, name), batch.x.dtype)
