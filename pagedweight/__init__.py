@@ -10,6 +10,7 @@ from pagedweight.integrations.hf_register import register as _register
 if TYPE_CHECKING:
     from pagedweight.calibration.pipeline import calibrate
     from pagedweight.checkpoint import CheckpointError
+    from pagedweight.compiling import compile_kernels
     from pagedweight.integrations.hf_quantizer import PagedWeightConfig
     from pagedweight.patching import patch, unpatch
     from pagedweight.policy import Policy
@@ -27,6 +28,7 @@ __all__ = [
     "Policy",
     "RuntimeConfig",
     "calibrate",
+    "compile_kernels",
     "from_pretrained",
     "load",
     "patch",
@@ -43,6 +45,7 @@ _HOMES = {
     "Policy": "policy",
     "RuntimeConfig": "runtime.config",
     "calibrate": "calibration.pipeline",
+    "compile_kernels": "compiling",
     "from_pretrained": "saving",
     "load": "saving",
     "patch": "patching",

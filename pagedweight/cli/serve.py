@@ -156,6 +156,7 @@ def _load(
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     except (ValueError, OSError) as error:
         raise fail(" ".join(str(error).split())) from error
+    pagedweight.compile_kernels(model)  # or the first request of every batch size would wait for its kernels
     batched = batching is Batching.CONTINUOUS
     called = name or checkpoint.resolve().name
     return Engine(model, tokenizer, called, batched=batched, batch_tokens=batch_tokens)
