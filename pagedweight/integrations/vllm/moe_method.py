@@ -6,6 +6,7 @@ import re
 
 import torch
 from torch import nn
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.utils import set_weight_attrs
 
@@ -13,7 +14,7 @@ from pagedweight.experts import PagedExperts
 from pagedweight.integrations.vllm.page_source import FloatExperts
 from pagedweight.integrations.vllm.rank_experts import RankExperts
 from pagedweight.integrations.vllm.shares import ExpertShare
-from pagedweight.integrations.vllm.versions import cpu_router
+from pagedweight.integrations.vllm.versions import activation_of, cpu_router
 
 ACTIVATIONS = ("silu", "gelu_tanh")  # each the same in vLLM's words and in layout.ACTIVATIONS
 
@@ -73,7 +74,7 @@ class PagedExpertsMethod(FusedMoEMethodBase):
 
     def _share(self, layer: nn.Module, hidden: int, intermediate: int) -> ExpertShare:
         parallel = layer.moe_config.moe_parallel_config
-        activation = getattr(layer.activation, "value", layer.activation)
+        activation = activation_of(layer, get_current_vllm_config())
         if activation not in ACTIVATIONS:
             raise ValueError(
                 f"layer {self._layer} uses {activation!r}; pagedweight serves {', '.join(ACTIVATIONS)}: "

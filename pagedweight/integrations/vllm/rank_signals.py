@@ -17,6 +17,7 @@ class RankSignals:
 
     def __init__(self, stats: RoutingStats) -> None:
         self._stats = stats
+        self._reading: _Reading | None = None
         self._latest: Signals | None = None
         self._coming: tuple[Signals, torch.cuda.Event] | None = None
 
@@ -28,21 +29,45 @@ class RankSignals:
         if self._coming is not None and self._coming[1].query():
             self._latest, self._coming = self._coming[0], None
         if self._coming is None:
-            weights = None if kv_blocks is None else to_device(kv_blocks, self._stats.mass.device)
-            merged = merge_requests(self._stats, weights, log_features=log_features)
-            self._age()
             if self._stats.mass.device.type == "cpu":
-                self._latest = merged
+                weights = None if kv_blocks is None else torch.from_numpy(kv_blocks)
+                self._latest = _merge_and_age(self._stats, weights, log_features)
             else:
-                self._coming = Signals(*map(_to_host, merged[:4])), torch.cuda.Event()
+                if self._reading is None:
+                    self._reading = _Reading(self._stats, log_features, by_request=kv_blocks is not None)
+                self._coming = Signals(*map(_to_host, self._reading.take(kv_blocks)[:4])), torch.cuda.Event()
                 self._coming[1].record()
         return self._latest
 
-    def _age(self) -> None:
-        self._stats.mass.mul_(_KEPT)
-        self._stats.counts.floor_divide_(2)
-        # Sums age, the largest norm stays.
-        self._stats.features[..., :2].mul_(_KEPT)
+
+class _Reading:
+    """Merging and aging as one CUDA graph: one by one, its some fifty kernels would take the host milliseconds."""
+
+    def __init__(self, stats: RoutingStats, log_features: bool, *, by_request: bool) -> None:
+        device = stats.mass.device
+        with torch.inference_mode(False):
+            self._kv_blocks = torch.zeros(len(stats.mass), device=device) if by_request else None
+        merge_requests(stats, self._kv_blocks, log_features=log_features)  # what is captured must have been loaded
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads of an engine may wait for their own copies meanwhile.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._merged = _merge_and_age(stats, self._kv_blocks, log_features)
+
+    def take(self, kv_blocks: np.ndarray | None) -> Signals:
+        """Signals on the device, until the next are taken."""
+        if kv_blocks is not None:
+            self._kv_blocks.copy_(to_device(kv_blocks, self._kv_blocks.device))
+        self._graph.replay()
+        return self._merged
+
+
+def _merge_and_age(stats: RoutingStats, kv_blocks: torch.Tensor | None, log_features: bool) -> Signals:
+    merged = merge_requests(stats, kv_blocks, log_features=log_features)
+    stats.mass.mul_(_KEPT)
+    stats.counts.floor_divide_(2)
+    # Sums age, the largest norm stays.
+    stats.features[..., :2].mul_(_KEPT)
+    return merged
 
 
 def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:

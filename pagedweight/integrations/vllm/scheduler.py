@@ -69,6 +69,8 @@ class WeightsYield:
         self.weights = Tenant(planner, BlockPoolTenancy(self.kv_cache_manager.block_pool), self._options)
         self._resident_bytes = reports[0].resident_bytes
         self._total_blocks = blocks - 1  # one is the null block
+        step_blocks = self.max_num_scheduled_tokens // self.block_size + self.max_num_running_reqs
+        self._spared_blocks = step_blocks * len(self.kv_cache_config.kv_cache_groups) + self._options.reload_free_blocks
         self._planning_seconds = 0.0
         self._board = FiguresBoard(config.instance_id, write=True)
         self._on_board, self._board_due = None, 0.0
@@ -131,7 +133,11 @@ class WeightsYield:
         return rescued
 
     def _pending_blocks(self) -> int:
-        """Blocks that running requests will write into next, and that waiting ones would need to start."""
+        """Blocks that running requests will write into next, and that waiting ones would need to start; 0 while no
+        width can rise and a step could take no block that weights would have to give."""
+        weights = self.weights
+        if weights.planner.at_parent_width and weights.free_blocks > self._spared_blocks:
+            return 0
         groups = len(self.kv_cache_config.kv_cache_groups)
         size, budget = self.block_size, self.max_num_scheduled_tokens
         pending = 0

@@ -32,6 +32,14 @@ def is_routed_experts(layer: nn.Module) -> bool:
     return any(kind.__name__ in names and kind.__module__.startswith("vllm.") for kind in type(layer).__mro__)
 
 
+def activation_of(layer: nn.Module, config: Any) -> str:
+    """What a layer's experts apply, in vLLM's word. 0.20 has one word for two kinds of GELU, and gives Gemma-4 another
+    than its config names."""
+    named = getattr(layer.activation, "value", layer.activation)
+    meant = getattr(config.model_config.hf_text_config, "hidden_activation", None)
+    return "gelu_tanh" if (named, meant) == ("gelu", "gelu_pytorch_tanh") else named
+
+
 def cpu_router() -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
     """The router that experts must call themselves on a CPU, where a version's own calls a CUDA kernel; else None."""
     from vllm.platforms import current_platform

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from pagedweight.integrations.vllm.options import ServingOptions
-from pagedweight.integrations.vllm.versions import check_version
+from pagedweight.integrations.vllm.versions import activation_of, check_version
 
 
 @pytest.mark.parametrize("version", ["0.20.1", "0.20.1+cpu", "0.27.0rc1", "0.32.0", "0.32", "0.33.0"])
@@ -17,6 +19,16 @@ def test_versions_that_are_served(version: str) -> None:
 def test_case_96_one_sentence_for_a_version_that_is_not(version: str) -> None:
     with pytest.raises(ImportError, match=r"0\.20\.1 up to, but not including, 0\.34\.0"):
         check_version(version)
+
+
+@pytest.mark.parametrize(
+    ("named", "meant", "served"),
+    [("gelu", "gelu_pytorch_tanh", "gelu_tanh"), ("gelu", "gelu", "gelu"), ("silu", None, "silu")],
+)
+def test_the_gelu_that_a_model_means_is_served(named: str, meant: str | None, served: str) -> None:
+    text = SimpleNamespace(hidden_activation=meant) if meant else SimpleNamespace()
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=text))
+    assert activation_of(SimpleNamespace(activation=named), config) == served
 
 
 def test_options_of_an_additional_config() -> None:
