@@ -77,7 +77,7 @@ class PagedModel(NotCopied):
         self.slots = TokenSlots(device=device)
         self.kv = KVPool(self.arena, sizes.kv_layers, config.block_tokens) if sizes.kv_layers else None
         gauge = ArenaGauge(self.arena, self.kv.block_frames) if self.kv else None
-        engine = _engine(self.arena)
+        engine = _engine(self.arena, config)
         self._runtime = Runtime(self.layout, store.host, self.arena, policy, config, engine, gauge, self.stats)
         if self.kv is not None:
             self.kv.draw_on(self._runtime)
@@ -251,9 +251,9 @@ class PagedModel(NotCopied):
             self.kv.collect()
 
 
-def _engine(arena: Arena):
+def _engine(arena: Arena, config: RuntimeConfig):
     if arena.memory.device.type == "cuda":
         from pagedweight.runtime.transfer_cuda import CudaEngine
 
-        return CudaEngine(arena)
+        return CudaEngine(arena, batched=config.batched_copies)
     return ImmediateEngine(arena)

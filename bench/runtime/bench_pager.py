@@ -129,9 +129,9 @@ def bench_32_raises_in_a_fragmented_arena(benchmark):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("copy_streams", [1, 2])
-@pytest.mark.parametrize(("together", "pages"), [(1, 372), (3, 372), (1, 32)])
-def bench_copy_in(benchmark, together, pages, copy_streams):
+@pytest.mark.parametrize(("copy_streams", "batched"), [(1, True), (2, True), (2, False)])
+@pytest.mark.parametrize(("together", "pages"), [(1, 372), (3, 372), (1, 32), (1, 8)])
+def bench_copy_in(benchmark, together, pages, copy_streams, batched):
     """704 KiB pages (a gate_up plane of Qwen1.5-MoE) to scattered 64 KiB frames, 256 MiB a batch, or as many as one
     boundary brings back.
 
@@ -139,7 +139,7 @@ def bench_copy_in(benchmark, together, pages, copy_streams):
     """
     frame_bytes, frames_per_page, rows = 65536, 11, pages // together
     arena = Arena(2**16 * frame_bytes, frame_bytes, "cuda")
-    engine = CudaEngine(arena, copy_streams=copy_streams)
+    engine = CudaEngine(arena, copy_streams=copy_streams, batched=batched)
     page_bytes = frames_per_page * frame_bytes
     host = torch.randint(0, 256, (rows, together * page_bytes + frame_bytes), dtype=torch.uint8).pin_memory()
     pages = [row[at * page_bytes : (at + 1) * page_bytes] for row in host for at in range(together)]

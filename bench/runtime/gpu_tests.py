@@ -24,7 +24,8 @@ MACHINE = ["tests/runtime/test_pager_cuda.py", "-k", "short"]
 RUNS = (
     ([], ["tests/runtime/test_controller_cuda.py", CASES]),
     ([], ["tests/runtime/test_pager_cuda.py"]),
-    ([], ["tests/runtime/test_pages.py", "tests/runtime/test_transfer.py"]),
+    ([], ["tests/runtime/test_pages.py"]),
+    ([], ["tests/runtime/test_transfer.py"]),
     (["env", "CUDA_LAUNCH_BLOCKING=1"], MACHINE),
     (["env", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"], [CASES, "-k", "case_76"]),
     (["compute-sanitizer", "--tool", "memcheck"], MACHINE),

@@ -21,6 +21,8 @@ class RuntimeConfig:
     plan_period_steps: boundaries between plans while there is no pressure; under pressure every boundary plans.
     max_loading_bytes: bytes in flight to the device at once; bounds what one boundary launches.
     host_pinned_bytes: page-locked host memory for page copies; None locks all of it. The rest is pageable, and slower.
+    batched_copies: one call of the CUDA driver for many copies; False where a driver fails at that: pages then come
+        back more slowly.
     max_requests: request slots of the routing statistics; above 1 the rows of a batch are counted apart, the row
         numbers modulo max_requests, and a slot starts anew with its sequence.
     forecast_tokens: tokens that each sequence in the arena is expected to write soon; weights make room for them before
@@ -44,6 +46,7 @@ class RuntimeConfig:
     plan_period_steps: int = 8
     max_loading_bytes: int = 512 * 2**20
     host_pinned_bytes: int | None = None
+    batched_copies: bool = True
     max_requests: int = 1
     forecast_tokens: int = 0
     weight_limit_bytes: int | None = None

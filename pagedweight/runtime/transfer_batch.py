@@ -51,13 +51,15 @@ _IN_STREAM_ORDER = 1
 
 
 class DriverCopies:
-    """Copies from page-locked host memory to the device. Whoever launches them keeps the memory until they are over."""
+    """Copies from page-locked host memory to the device. Whoever launches them keeps the memory until they are over.
 
-    def __init__(self) -> None:
+    batched: many in one call, from CUDA 12.8 on.
+    """
+
+    def __init__(self, *, batched: bool = True) -> None:
         driver = ctypes.CDLL("libcuda.so.1")
         self._one = driver.cuMemcpyHtoDAsync_v2
-        # From CUDA 12.8 on.
-        self._many = getattr(driver, "cuMemcpyBatchAsync", None)
+        self._many = getattr(driver, "cuMemcpyBatchAsync", None) if batched else None
 
     def copy_pieces(self, target_address: int, pieces: Pieces, stream: torch.cuda.Stream) -> None:
         """Copy each piece to its start from target_address on, on a stream other than the default one. Raises

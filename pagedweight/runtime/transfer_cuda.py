@@ -85,13 +85,20 @@ class CudaEngine:
     behind pages on their way in it would hold that forward up.
     """
 
-    def __init__(self, arena: Arena, staging_bytes: int = _STAGING_BYTES, copy_streams: int = _COPY_STREAMS) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        staging_bytes: int = _STAGING_BYTES,
+        copy_streams: int = _COPY_STREAMS,
+        *,
+        batched: bool = True,
+    ) -> None:
         self._device = arena.memory.device
         self._words = arena.rows.view(_WORD)
         self._copy_streams = [torch.cuda.Stream(self._device) for _ in range(copy_streams)]
         self._spread_stream = torch.cuda.Stream(self._device)
         self._write_stream = torch.cuda.Stream(self._device)
-        self._copies = DriverCopies()
+        self._copies = DriverCopies(batched=batched)
         self._staging = _Staging(arena, staging_bytes)
         self._writing = _Staging(arena, _WRITING_BYTES)
         self._written: list[_EventTicket] = []

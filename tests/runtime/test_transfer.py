@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pagedweight.runtime.frames import KV_OWNER, Arena
 from pagedweight.runtime.transfer import FrameCopy, ImmediateEngine
-from pagedweight.runtime.transfer_batch import pieces_of
+from pagedweight.runtime.transfer_batch import _Attributes, pieces_of
 from pagedweight.runtime.transfer_cuda import CudaEngine
 
 FRAME_BYTES = 4096
@@ -119,10 +119,11 @@ def test_case_70_a_page_leaves_before_its_frames_are_used_again():
 
 
 @pytest.mark.gpu
-def test_pages_larger_than_the_staging_buffer_and_batches_that_overflow_it(monkeypatch):
+@pytest.mark.parametrize("batched", [True, False])
+def test_pages_larger_than_the_staging_buffer_and_batches_that_overflow_it(batched, monkeypatch):
     monkeypatch.setattr("pagedweight.runtime.transfer_cuda._WRITING_BYTES", 16 * FRAME_BYTES)
     arena = Arena(256 * FRAME_BYTES, FRAME_BYTES, "cuda")
-    engine = CudaEngine(arena, staging_bytes=16 * FRAME_BYTES)
+    engine = CudaEngine(arena, staging_bytes=16 * FRAME_BYTES, batched=batched)
     scattered = np.random.default_rng(1).permutation(256)
     places = [scattered[:40], scattered[40:52], scattered[52:66], scattered[66:70]]
     for write in (lambda copies: engine.copy_in(copies).wait(), engine.write_now):
@@ -178,3 +179,8 @@ def test_uploaded_values_are_what_the_next_kernel_reads_and_stay_so(device):
         sums.append(engine.upload(np.full(1000, turn)).sum())
     assert [int(total) for total in sums] == [1000 * turn for turn in range(50)]
     engine.close()
+
+
+def test_attributes_are_laid_out_as_the_driver_has_them():
+    assert ctypes.sizeof(_Attributes) == 24
+    assert [getattr(_Attributes, name).offset for name, _ in _Attributes._fields_] == [0, 4, 12, 20]
