@@ -1,14 +1,15 @@
 """Tokens of the demo model under vLLM on a GPU, with CUDA graphs, row by row, each in a process of its own.
 
     python -m bench.vllm.gpu_tokens prepare FOLDER
-    python -m bench.vllm.gpu_tokens dense4|4|4-eager|6|roomy|pressed FOLDER [ATTENTION BACKEND]   (all at once, if so)
-    python -m bench.vllm.gpu_tokens 4x2|pressedx2 FOLDER                                          (on two GPUs, NCCL)
+    python -m bench.vllm.gpu_tokens dense4|4|4-eager|4-compiled|4-guessed|4-float|6|roomy|pressed FOLDER [ATTENTION]
+    python -m bench.vllm.gpu_tokens 4x2|4x2-float|pressedx2 FOLDER                                (on two GPUs, NCCL)
     python -m bench.vllm.gpu_tokens compare FOLDER
 
-dense4: vLLM's own experts on weights rebuilt from the 4-bit codes, in fp16, which holds them exactly. roomy: dynamic
-widths without pressure, as 6. pressed: dynamic widths while KV blocks run out, then one request alone, under which
-they return; after each, every plane in use is compared with the host's, byte for byte. x2: two ranks, which must hold
-the same widths.
+Rows may run all at once. dense4: vLLM's own experts on weights rebuilt from the 4-bit codes, in fp16, which holds them
+exactly. compiled: torch.compile, and graphs as vLLM chooses them. guessed: up to three tokens by n-grams, checked in
+the same step. float: in fp32, where the order of sums hardly changes a token. roomy: dynamic widths without pressure,
+as 6. pressed: dynamic widths while KV blocks run out, then one request alone, under which they return; after each,
+every plane in use is compared with the host's, byte for byte. x2: two ranks, which must hold the same widths.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ import numpy as np
 
 from bench.vllm.shapes import versions
 
-ROWS = ("dense4", "4", "4-eager", "6", "roomy", "pressed", "4x2", "pressedx2")
 REQUESTS, PROMPT, TOKENS = 16, 32, 160
+ROWS = ("dense4", "4", "4-eager", "4-compiled", "4-guessed", "4-float", "6", "roomy", "pressed")
+ROWS += ("4x2", "4x2-float", "pressedx2")
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [REQUESTS]}
+COMPILED = {"cudagraph_capture_sizes": [REQUESTS]}
+GUESSING = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 
 
 def prepare(folder: Path) -> None:
@@ -56,14 +61,14 @@ def prepare(folder: Path) -> None:
 def row(name: str, folder: Path, attention: str | None = None) -> None:
     from vllm import LLM, SamplingParams
 
-    ranks, pressed = 2 if name.endswith("x2") else 1, name.startswith("pressed")
+    ranks, pressed = 2 if "x2" in name else 1, name.startswith("pressed")
     options = {"offload_free_blocks": 4, "reload_free_blocks": 8}
     if name[0].isdigit():
         options["bits"] = int(name[0])
-    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [REQUESTS]}
+    compilation = {"4-eager": {}, "4-compiled": COMPILED}.get(name, GRAPHS)
     llm = LLM(
         str(folder / ("dense4" if name == "dense4" else "paged")),
-        dtype="float16",
+        dtype="float32" if name.endswith("float") else "float16",
         skip_tokenizer_init=True,
         max_model_len=256,
         max_num_seqs=16,
@@ -73,7 +78,8 @@ def row(name: str, folder: Path, attention: str | None = None) -> None:
         kv_cache_memory_bytes=2**28,  # not found out by profiling: several rows may start at once
         gpu_memory_utilization=0.08,
         enforce_eager=name == "4-eager",
-        compilation_config={} if name == "4-eager" else graphs,
+        compilation_config=compilation,
+        speculative_config=GUESSING if name == "4-guessed" else None,
         disable_log_stats=False,
         attention_backend=attention,
         tensor_parallel_size=ranks,
@@ -118,7 +124,16 @@ def compare(folder: Path) -> None:
         common = [next((n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), TOKENS) for a, b in pairs]
         return {"equal_requests": f"{common.count(TOKENS)} of {len(pairs)}", "tokens_before": min(common)}
 
-    pairs = (("4", "dense4"), ("4", "4-eager"), ("roomy", "6"), ("4", "6"), ("4x2", "4"))
+    pairs = (
+        ("4", "dense4"),
+        ("4", "4-eager"),
+        ("4", "4-compiled"),
+        ("4", "4-guessed"),
+        ("roomy", "6"),
+        ("4", "6"),
+        ("4x2", "4"),
+        ("4x2-float", "4-float"),
+    )
     found = {f"{one} and {other}": same(one, other) for one, other in pairs if {one, other} <= set(ran)}
     (folder / "compared.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=1), flush=True)
