@@ -74,7 +74,7 @@ def models(decoded: dict, pressed: dict, served: dict) -> str:
         f"- In vLLM, {dynamic['requests']} requests in {dynamic['budget_gib']:.0f} GiB for experts and KV cache: "
         f"dynamic widths complete {dynamic['completed_tokens_per_second']:,.0f} tokens a second with "
         f"{dynamic['preemptions']} preemptions, fixed 6 bits {fixed['completed_tokens_per_second']:,.0f} with "
-        f"{fixed['preemptions']}. With nothing to make room for they are slower: {calm[0]:,.0f} beside {calm[1]:,.0f}.",
+        f"{fixed['preemptions']}. With nothing to make room for: {calm[0]:,.0f} beside {calm[1]:,.0f}.",
         "",
         f"All at Qwen1.5-MoE-A2.7B's shapes with random weights, on one {decoded['gpu']}.",
     ]
