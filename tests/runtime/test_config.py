@@ -39,3 +39,9 @@ def test_defaults_are_legal_and_frozen():
     config = RuntimeConfig()
     with pytest.raises(AttributeError):
         config.budget_bytes = 1
+
+
+def test_defaults_are_the_papers_thresholds_and_nothing_is_forecast():
+    config = RuntimeConfig()
+    assert (config.offload_free_blocks, config.reload_free_blocks, config.block_tokens) == (8, 16, 16)
+    assert config.forecast_tokens == 0

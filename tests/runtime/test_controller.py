@@ -9,7 +9,7 @@ from pagedweight.layout import BlockId, Projection, RoutingStats
 from pagedweight.runtime.config import RuntimeConfig
 from pagedweight.runtime.controller import Runtime
 from pagedweight.runtime.controller_signals import SignalReader
-from pagedweight.runtime.frames import Arena, OutOfFrames
+from pagedweight.runtime.frames import FIXED_KV_OWNER, Arena, OutOfFrames
 from pagedweight.runtime.kv import ArenaGauge, CallableGauge, KVState
 from pagedweight.runtime.pager_room import Room
 from pagedweight.runtime.pages import HostPages
@@ -715,3 +715,45 @@ def test_close_waits_for_a_boundary_on_another_thread_and_finishes_what_it_began
     assert runtime.snapshot().moves.lowered_rows > 0
     assert runtime.idle
     runtime.check()
+
+
+@pytest.mark.parametrize("spoil", ["bits", "frame_address"])
+def test_a_check_compares_what_was_published(spoil):
+    runtime = tiny_runtime(tiny_model(), 400)
+    runtime.set_bits(4)
+    runtime.check()
+    getattr(runtime.tables, spoil)[3] += 128
+    with pytest.raises(AssertionError):
+        runtime.check()
+
+
+def test_what_weights_can_release_is_what_they_hold_above_the_floor():
+    model = tiny_model()
+    runtime = tiny_runtime(model, 400)
+    floor = model.resident_frames(2)
+    for bits in (2, 4, 6):
+        runtime.set_bits(bits)
+        assert runtime.releasable_bytes == (model.resident_frames(bits) - floor) * FRAME_BYTES
+
+
+def test_a_window_for_fixed_kv_is_taken_from_the_weights_if_need_be():
+    model = tiny_model()
+    runtime = tiny_runtime(model, model.resident_frames(6) + 8)
+    runtime.set_bits(6)
+    count = 40
+    origin = runtime.arena.frames - 2 * count
+    first = runtime.allocate_kv_window(count, origin)
+    assert runtime.arena.are_owned_by(np.arange(first, first + count), FIXED_KV_OWNER)
+    assert (first - origin) % count == 0
+    runtime.check()
+    runtime.allocate_kv_window(count, origin)
+    with pytest.raises(OutOfFrames, match="attempts"):
+        runtime.allocate_kv_window(count, origin)
+
+
+def test_pending_blocks_make_only_as_many_rows_fall_as_they_need():
+    model = tiny_model()
+    runtime = tiny_runtime(model, model.resident_frames(6) + 28)
+    runtime.set_bits(6)
+    runtime.boundary(pending_blocks=8)
+    assert (runtime.snapshot().bits == 6).any()

@@ -11,6 +11,7 @@ import torch
 from pagedweight.layout import Projection, RoutingStats
 from pagedweight.runtime.config import RuntimeConfig
 from pagedweight.runtime.controller import Runtime
+from pagedweight.runtime.controller_queue import ReadyQueue
 from pagedweight.runtime.controller_work import PlanWorker
 from pagedweight.runtime.frames import Arena, OutOfFrames
 from pagedweight.runtime.kv import CallableGauge, KVState
@@ -378,3 +379,46 @@ def test_rows_that_rose_and_fell_come_back_first_again() -> None:
         raised.append(np.flatnonzero(table.desired > table.committed).tolist())
     assert raised[0]
     assert raised[1:] == raised[:1] * 2
+
+
+@pytest.mark.parametrize("period", [1, 4])
+def test_statistics_are_read_at_whole_periods_and_oftener_near_pressure(period):
+    stats, free = RoutingStats.zeros(1, 2, 3), [1000]
+    config = RuntimeConfig(offload_free_blocks=2, reload_free_blocks=6, plan_period_steps=period)
+    arena, model = Arena(400 * FRAME_BYTES, FRAME_BYTES), tiny_model()
+    gauge = CallableGauge(lambda: KVState(free[0], FRAME_BYTES))
+    runtime = Runtime(
+        model.layout, model.host, arena, random_policy(model.layout), config, ImmediateEngine(arena), gauge, stats
+    )
+    seen = []
+    for boundary in range(1, 40 * period):
+        free[0] = 1000 if boundary <= 10 * period + 1 else 3
+        stats.mass[0, 0, 0] = boundary
+        runtime.boundary()
+        landed = runtime._signals.landed
+        seen.append(0 if landed is None else int(landed._stats.mass[0, 0, 0]))
+    read_at = sorted(set(seen))
+    assert len(read_at) >= 4
+    assert all(boundary % period == 0 for boundary in read_at[1:])
+
+
+def test_plans_taken_one_after_the_other_come_from_one_planner_step():
+    model = tiny_model()
+    runtime = tiny_runtime(model, model.resident_frames(6) + 40, BACKGROUND)
+    runtime.set_bits(6)
+    table, pager = runtime._table, runtime._pager
+    queue = ReadyQueue(table, runtime.policy, PlanWorker(background=True), None)
+    calm = Observation(KVState(100, FRAME_BYTES))
+    queue.refresh(lambda seen: lambda: calm)
+    queue.take(wait=True)
+    pressure = calm._replace(kv=KVState(0, FRAME_BYTES), threshold_blocks=2)
+    for taken in (1, 2, 3):
+        plan = queue.plan(table.snapshot(), lambda: pressure, pressure)
+        assert plan.released_bytes >= 3 * FRAME_BYTES
+        pager.lower(plan.transitions)
+        table.publish()
+        pager.start([])
+        pager.settle()
+        assert not queue.stale
+        assert (queue.ready, queue.made_late) == (taken, 0)
+    runtime.close()

@@ -122,3 +122,9 @@ def test_case_83_an_arena_born_in_inference_mode_can_be_written_outside():
         arena = small_arena()
     arena.memory.fill_(7)
     assert int(arena.rows[5, 5]) == 7
+
+
+def test_a_view_is_of_one_frame_or_of_a_run():
+    arena = small_arena()
+    assert arena.view(3).data_ptr() == arena.memory.data_ptr() + 3 * arena.frame_bytes
+    assert (len(arena.view(3)), len(arena.view(3, 2))) == (arena.frame_bytes, 2 * arena.frame_bytes)

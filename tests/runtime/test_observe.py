@@ -146,3 +146,13 @@ def test_routed_tokens_say_how_much_a_merged_mass_tells() -> None:
 def test_forecast_counts_whole_blocks() -> None:
     assert forecast_blocks(growth_tokens=33, queued_requests=2, tokens_per_queued=16, block_tokens=16) == 5
     assert forecast_blocks(0, 0, 100, 16) == 0
+
+
+@pytest.mark.parametrize("value", [-1.0, -torch.inf, torch.inf, torch.nan])
+def test_mass_that_is_none_counts_as_none(value: float) -> None:
+    merged = []
+    for mass in (value, 0.0):
+        stats, _ = routed(2, 5)
+        stats.mass[0, 0, 1] = mass
+        merged.append(merge_requests(stats))
+    assert all(torch.equal(spoiled, none) for spoiled, none in zip(*(m[:4] for m in merged), strict=True))

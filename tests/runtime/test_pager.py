@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from pagedweight.runtime.frames import KV_OWNER, Arena, OutOfFrames, OwnerKind
-from pagedweight.runtime.pager import Pager
+from pagedweight.runtime.pager import Moves, Pager
 from pagedweight.runtime.table import PageState, PageTable
 from pagedweight.runtime.table_view import Transition
 from tests.runtime.support import (
@@ -348,3 +348,7 @@ def test_a_table_refused_once_among_three_rows_is_asked_for_again(refused):
 
 def test_out_of_frames_is_an_ordinary_error():
     assert issubclass(OutOfFrames, RuntimeError)
+
+
+def test_the_rate_is_0_before_a_page_has_come_back():
+    assert Moves(*[0] * len(Moves._fields)).loaded_bytes_per_second == 0

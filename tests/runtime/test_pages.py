@@ -6,7 +6,7 @@ import torch
 
 from pagedweight.kernels.device_order import choose_frame_bytes, plane_geometry
 from pagedweight.layout import Layout, MoeLayer
-from pagedweight.runtime.pages import HostPages, PageSizes
+from pagedweight.runtime.pages import HostPages, PageSizes, _power_of_two_above
 
 LAYOUT = Layout((MoeLayer(0, 2, 8, 4),), (2, 4), {2: "lut16", 4: "lut16"})
 
@@ -171,3 +171,23 @@ def test_true_shapes_hold_little_more_than_their_bytes(shape, frame_bytes, most_
         payload = sum(bits * n * k // 8 + 2 * n * sum(2**b for b in tables) for n, k in layout.row_shapes())
         assert payload <= held[at] <= (1 + most_waste) * payload
     assert choose_frame_bytes(layout.row_shapes()) == frame_bytes
+
+
+@pytest.mark.parametrize("frame_bytes", [128, 2**16])
+def test_pages_share_one_piece_of_memory_no_larger_than_they_are(frame_bytes):
+    own = sizes(frame_bytes)
+    host = HostPages(own)
+    for row, plane in np.ndindex(4, 4):
+        host.store(row, plane, torch.zeros(int(own.plane_frames[row]) * frame_bytes, dtype=torch.uint8))
+    storages = {page.untyped_storage().data_ptr(): page.untyped_storage().nbytes() for page in host._pages.values()}
+    assert list(storages.values()) == [max(host.bytes, 2**16)]
+
+
+def test_pages_of_the_floor_are_left_to_the_source():
+    assert [HostPages(sizes(), 2**20, Numbered()).keeps(plane) for plane in range(4)] == [False, False, True, True]
+    assert all(HostPages(sizes()).keeps(plane) for plane in range(4))
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 1), (2, 2), (3, 4), (8, 8), (9, 16)])
+def test_a_page_locked_piece_is_the_least_power_of_two_that_holds_it(count, expected):
+    assert _power_of_two_above(count) == expected

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from pagedweight.runtime.kv import KVState
 from pagedweight.runtime.planner import Queue, initial_bits
+from pagedweight.runtime.planner_allocate import row_mass
 from pagedweight.runtime.planner_baselines import (
     BASELINES,
     Baseline,
     hotness_tiers,
     layer_swap,
-    static_mixed,
     static_mixed_by_layer,
     uniform,
     unmoving,
@@ -65,9 +65,10 @@ def test_without_pressure_nothing_moves(baseline: Baseline) -> None:
     assert baseline.plan_step(problem.table, calm, problem.policy, Queue())[1].transitions == ()
 
 
-def test_a_static_policy_answers_pressure_with_its_shortfall() -> None:
+@pytest.mark.parametrize("name", ["static mixed", "static mixed by layer", "without page movement"])
+def test_a_static_policy_answers_pressure_with_its_shortfall(name: str) -> None:
     problem = parent_problem((3, 3))
-    static = next(b for b in BASELINES if b.choose is static_mixed)
+    static = next(b for b in BASELINES if b.name == name)
     _, plan = static.plan_step(problem.table, problem.under_pressure(700), problem.policy, Queue())
     assert (plan.transitions, plan.shortfall_bytes) == ((), 700)
 
@@ -140,3 +141,21 @@ def test_ablations_lack_their_part_and_nothing_else() -> None:
     assert (blind.sensitivity[1::2] == blind.sensitivity[1]).all()
     for ablated in (without_residual(full), blind):
         assert ablated.multipliers.tolist() == [1.0, 2.0]
+
+
+def test_a_layer_that_nothing_has_reached_has_no_mass() -> None:
+    problem = parent_problem((3, 3))
+    m_cal = problem.policy.m_cal.copy()
+    m_cal[:6] = 0
+    mass = row_mass(problem.table, problem.observation, problem.policy.replaced(m_cal=m_cal))
+    assert (mass[:6] == 0).all()
+    assert mass[6:].sum() == pytest.approx(1)
+
+
+def test_a_layer_is_swapped_for_what_a_byte_of_it_costs() -> None:
+    problem = parent_problem((2, 2), (2, 4))
+    large = problem.table.layer == 0
+    table = problem.table._replace(bytes=np.where(large[:, None], [1000, 2000], [100, 200]))
+    policy = problem.policy.replaced(s_bar=np.where(large[:, None], [2.0, 0.0], [1.0, 0.0]), m_cal=np.ones(8))
+    index = layer_swap(table, problem.observation, policy, 4 * 1000 + 4 * 200)
+    assert index.tolist() == (~large).tolist()

@@ -44,3 +44,23 @@ def test_a_queue_leads_on_from_where_an_earlier_target_stopped(seed: int, first:
         # A row that went back: only where its step was the last one is the table still on the queue's way.
         strayed = [moved._replace(committed=np.where(at == row, parent, moved.committed)) for row in rows(before)]
         assert sum(planned(table, target) is not None for table in strayed) <= 1
+
+
+def test_a_row_in_transfer_elsewhere_leaves_the_queue_of_use() -> None:
+    problem = parent_problem((6, 5))
+    queue, _ = plan_step(problem.table, problem.observation, problem.policy, Queue())
+    pressed = problem.under_pressure(2000)
+    plan = plan_from_queue(problem.table, pressed, problem.policy, queue)
+    for row in range(len(problem.table.committed)):
+        busy = np.arange(len(problem.table.committed)) == row
+        other = plan_from_queue(problem.table._replace(busy=busy), pressed, problem.policy, queue)
+        assert (other == plan) == (row not in rows(plan)), row
+
+
+def test_a_step_under_pressure_queues_smaller_targets_too_and_its_own_once() -> None:
+    problem = parent_problem((6, 5))
+    target = (problem.held_bytes() - problem.floor_bytes()) // 2
+    queue, _ = plan_step(problem.table, problem.under_pressure(target), problem.policy, Queue())
+    targets = [queued.target_bytes for queued in queue.plans]
+    assert targets.count(target) == 1
+    assert min(targets) < target
