@@ -7,6 +7,7 @@ A checkpoint's folder holds `pagedweight/metadata.json` and the shards it lists.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -174,9 +175,12 @@ class Checkpoint:
         self.recipe = document.recipe
         self._folder = folder
         self._shards = document.shards
-        self._shapes = self.layout.row_shapes()
         self._headers: dict[str, Header] = {}
         self._readers: dict[str, TensorReader] = {}
+
+    @cached_property
+    def _shapes(self) -> list[tuple[int, int]]:
+        return self.layout.row_shapes()  # not before the files have been seen to hold so many
 
     @classmethod
     def open(cls, directory: str | Path) -> Checkpoint:

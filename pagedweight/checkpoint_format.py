@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from pagedweight.bitplane import plane_words
-from pagedweight.checkpoint_header import MAX_HEADER_BYTES
-from pagedweight.documents import read_json
+from pagedweight.documents import read_document
 from pagedweight.layout import BlockId, Layout, MoeLayer, PackedBlock
 
 FORMAT_VERSION = 1
@@ -137,9 +136,7 @@ def dump(document: Document) -> str:
 def parse(path: Path) -> Document:
     """Read a metadata document; CheckpointError when it is damaged or of another version, a warning on new fields."""
     try:
-        if path.stat().st_size > MAX_HEADER_BYTES:
-            raise ValueError(f"it has more than {MAX_HEADER_BYTES} bytes")
-        content = read_json(path.read_bytes())
+        content = read_document(path)
         if content["format"] != "pagedweight" or content["version"] != FORMAT_VERSION:
             raise CheckpointError(
                 f"{path} is {content['format']!r:.80} version {content['version']!r:.80}; "
@@ -149,7 +146,7 @@ def parse(path: Path) -> Document:
     except CheckpointError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {str(error)[:500]}") from error
     _warn_of_unknown(set(content) - {*FIELDS, "s_bar"}, path)
     return document
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
+from pathlib import Path
 from typing import Any, NoReturn
 
 LARGEST_INTEGER = 2**63
+MOST_BYTES = 100_000_000
 
 
 def read_json(text: str | bytes, *, constants: bool = False) -> Any:
@@ -47,3 +51,16 @@ def _integer(digits: str) -> int:
     if len(digits) > 20 or not -LARGEST_INTEGER <= int(digits) < LARGEST_INTEGER:
         raise ValueError(f"{digits[:40]} is too large a number")
     return int(digits)
+
+
+def read_document(path: Path, *, constants: bool = False) -> Any:
+    """What a JSON file holds, as read_json has it. ValueError, too, for what is no ordinary file of moderate size.
+
+    OSError when it cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would have us wait for its writer
+    with open(descriptor, "rb") as file:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size > MOST_BYTES:
+            raise ValueError(f"it is no ordinary file of at most {MOST_BYTES} bytes")
+        return read_json(file.read(), constants=constants)

@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from pagedweight.documents import read_json
+from pagedweight.documents import read_document
 from pagedweight.layout import Layout
 from pagedweight.policy_checks import ARRAYS, INTEGER_ARRAYS, SCALARS, check_policy
 
@@ -202,10 +202,12 @@ class Policy:
         FileNotFoundError when there is no such file.
         """
         folder = Path(folder)
-        document = _read_document(folder / "policy.json")
+        document = _scalars(folder / "policy.json")
         try:
             arrays = load_file(folder / "policy.safetensors")
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        except FileNotFoundError:
+            raise
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise PolicyError(f"{folder / 'policy.safetensors'} is damaged ({error}); calibrate again") from error
         if document.get("format_version") != FORMAT_VERSION:
             raise PolicyError(
@@ -221,11 +223,13 @@ class Policy:
             raise PolicyError(f"the policy in {folder} cannot be used: {error}") from error
 
 
-def _read_document(path: Path) -> dict[str, object]:
+def _scalars(path: Path) -> dict[str, object]:
     """The scalars and widths of policy.json, of their own types."""
     try:
-        document = read_json(path.read_bytes())
-    except ValueError as error:
+        document = read_document(path)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
         raise PolicyError(f"{path} is not JSON ({error}); calibrate again") from error
     if not isinstance(document, dict):
         raise PolicyError(f"{path} holds a {type(document).__name__}; it must hold one object")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pagedweight.checkpoint import Checkpoint, CheckpointError
 from pagedweight.discovery import ExpertsModule
 from pagedweight.discovery_devices import devices_of
-from pagedweight.documents import read_json
+from pagedweight.documents import read_document
 from pagedweight.patching import assemble, patch
 from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
@@ -78,8 +78,8 @@ def _check_marked(directory: Path) -> None:
     if not path.is_file():
         raise CheckpointError(f"{directory} has pages but no config.json; copy the whole folder")
     try:
-        marked = read_json(path.read_bytes(), constants=True)["quantization_config"]
-    except (KeyError, TypeError, ValueError):
+        marked = read_document(path, constants=True)["quantization_config"]
+    except (OSError, KeyError, TypeError, ValueError):
         marked = None
     if not isinstance(marked, dict) or marked.get("quant_method") != METHOD:
         raise CheckpointError(f"{path} does not say that its experts are paged; quantize the model again")

@@ -14,11 +14,12 @@ from torch import Tensor
 from pagedweight.checkpoint_format import CheckpointError
 from pagedweight.checkpoint_header import Entry, read_header
 from pagedweight.checkpoint_shard import header_of, sync_and_rename
-from pagedweight.documents import read_json
+from pagedweight.documents import read_document
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 COPY_BYTES = 1 << 24
+LONGEST_NAME_BYTES = 255
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of each file, to tell a folder from one with other weights
 
 
@@ -33,7 +34,7 @@ class Piece(NamedTuple):
 class DenseFolder:
     """The safetensors files of a model's folder. Nothing stays open or in memory between two reads.
 
-    tensors: by name. ValueError when there are none, or a file is not what it should be.
+    tensors: by name. CheckpointError when there are none, or a file is not what it should be.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,7 +67,7 @@ class DenseFolder:
                 file.seek(entry.begin)
                 wanted = entry.end - entry.begin
                 if file.readinto(part.reshape(-1).view(torch.uint8).numpy()) != wanted:
-                    raise ValueError(f"{entry.file} ends within {piece.name}; copy the file again")
+                    raise CheckpointError(f"{entry.file} ends within {piece.name}; copy the file again")
 
     def copy_rest(self, out: Path, taken: set[str], extra: Mapping[str, Tensor]) -> None:
         """Every tensor that is not taken, byte for byte under its own name, and some extra ones; with an index."""
@@ -92,28 +93,33 @@ class DenseFolder:
 
 
 def file_names(folder: Path) -> list[str]:
-    """Names of the files that hold a model's weights. ValueError when the folder says of none."""
+    """Names of the files that hold a model's weights. CheckpointError when the folder says of none."""
     if (folder / SINGLE).is_file():  # transformers, too, looks for it first
         return [SINGLE]
     if (folder / INDEX).is_file():
         try:
-            names = set(read_json((folder / INDEX).read_bytes())["weight_map"].values())
-            outside = sorted(name for name in names if name in ("", ".", "..") or Path(name).name != name)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            names = set(read_document(folder / INDEX)["weight_map"].values())
+            outside = sorted(name for name in names if not _is_own(name))
+        except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder / INDEX} is damaged ({error}); download the model again") from error
         for name in outside:
             raise CheckpointError(
-                f"{folder / INDEX} names {name!r}, which is no file of its own folder; download the model again"
+                f"{folder / INDEX} names {name!r:.80}, which is no file of its own folder; download the model again"
             )
         return sorted(names)
-    raise ValueError(
+    raise CheckpointError(
         f"{folder} has neither {SINGLE} nor {INDEX}; save the model with save_pretrained, which writes safetensors"
     )
 
 
+def _is_own(name: str) -> bool:
+    """Whether a file's name leads to no other folder."""
+    return Path(name).name == name and name not in ("", "..") and len(name.encode()) <= LONGEST_NAME_BYTES
+
+
 def _entries(path: Path) -> dict[str, Entry]:
     if not path.is_file():
-        raise ValueError(f"{path} is missing; download the model again")
+        raise CheckpointError(f"{path} is missing; download the model again")
     try:
         return read_header(path).entries
     except (OSError, ValueError) as error:
@@ -138,7 +144,7 @@ def _bytes_of(entry: Entry) -> Iterator[bytes]:
         while left:
             chunk = file.read(min(left, COPY_BYTES))
             if not chunk:
-                raise ValueError(f"{entry.file} ends within a tensor; copy the file again")
+                raise CheckpointError(f"{entry.file} ends within a tensor; copy the file again")
             left -= len(chunk)
             yield chunk
 

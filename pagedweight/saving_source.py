@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pagedweight.discovery import ExpertsModule, find_experts
-from pagedweight.documents import read_json
+from pagedweight.documents import read_document
 from pagedweight.saving_folder import DTYPES, DenseFolder, Piece
 from pagedweight.saving_names import pieces_by_target
 from pagedweight.shared_experts import refuse_folded
@@ -155,9 +155,9 @@ def _dense_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json; give a model's folder as save_pretrained writes it")
     try:
-        config = read_json(path.read_bytes(), constants=True)
+        config = read_document(path, constants=True)
         method = (config.get("quantization_config") or {}).get("quant_method")
-    except (AttributeError, ValueError) as error:
+    except (OSError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error}); download the model again") from error
     if method:
         raise ValueError(f"{folder} is quantized already ({method}); give the model in 16 or 32 bits")

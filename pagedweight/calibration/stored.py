@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from pagedweight.calibration.statistics import BlockSums, LayerSums, Statistics
 from pagedweight.checkpoint_shard import sync_and_rename
-from pagedweight.documents import read_json
+from pagedweight.documents import read_document
 from pagedweight.layout import MoeLayer, Projection
 
 DOCUMENT, VERSION = "statistics.json", 1
@@ -60,7 +60,7 @@ def load_statistics(folder: str | Path, device: torch.device | str = "cpu") -> S
     if not path.is_file():
         raise ValueError(f"{folder} has no {DOCUMENT}; calibrate with a text to write statistics")
     try:
-        document = read_json(path.read_bytes())
+        document = read_document(path)
         if document["version"] != VERSION:
             raise ValueError(f"version {document['version']}, and this release reads {VERSION}")
         shapes = [MoeLayer(**layer) for layer in document["layers"]]
