@@ -5,37 +5,64 @@ The dispatcher chooses by device. Importing this module needs no Triton; launchi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from pagedweight.kernels.call import WRITTEN, Call, op_schema
+from pagedweight.kernels.call import Call, op_schema
 from pagedweight.kernels.checks import check_arguments
 from pagedweight.kernels.reference import fused_moe_reference
 
+# torch.library.custom_op would go through Python twice more on the way, and look at all arguments for each of them:
+# ten times the host's time of a call, of which a model without CUDA graphs has one a layer.
+_LIBRARY = torch.library.Library("pagedweight", "FRAGMENT")
+_LIBRARY.define("fused_moe" + op_schema(), tags=torch.Tag.pt2_compliant_tag)
 
-@torch.library.custom_op("pagedweight::fused_moe", mutates_args=WRITTEN, device_types=("cuda",), schema=op_schema())
-def fused_moe(*arguments: Any) -> torch.Tensor:
+
+def fused_moe(*arguments: Any, **named: Any) -> torch.Tensor:
     """One MoE layer's routed experts over paged planes; adds to the routing statistics. Takes the fields of a `Call`.
 
     out[t] = sum_a w[t, a] * (down_e combine(gate_up_e x[t] + b_e) + c_e) with e = expert_ids[t, a], summed in fp32;
     `reference.combine` says what an activation does to gate and up.
 
-    Returns (T, H) in x.dtype. Raises ValueError when the arguments do not fit each other.
+    Returns (T, H) in x.dtype. Raises ValueError when the arguments do not fit each other, RuntimeError in a backward
+    pass.
     """
-    call = Call(*arguments)
-    check_arguments(call)
-    return launch_on_cuda(call)
+    call = Call(*arguments, **named)
+    if torch.is_grad_enabled() and (call.x.requires_grad or call.expert_weights.requires_grad):
+        return _WithoutGradient.apply(*call)
+    return torch.ops.pagedweight.fused_moe.default(*call)
 
 
-@fused_moe.register_kernel("cpu")
+class _WithoutGradient(torch.autograd.Function):
+    """Lets a forward pass through whose input asks for gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
+        return torch.ops.pagedweight.fused_moe.default(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> NoReturn:
+        raise RuntimeError(
+            "pagedweight::fused_moe has no gradient: planes are not trained; unpatch the model to train it"
+        )
+
+
+@torch.library.impl(_LIBRARY, "fused_moe", "CPU")
 def _fused_moe_cpu(*arguments: Any) -> torch.Tensor:
     call = Call(*arguments)
     check_arguments(call)
     return fused_moe_reference(call)
 
 
-@fused_moe.register_fake
+@torch.library.impl(_LIBRARY, "fused_moe", "CUDA")
+def _fused_moe_cuda(*arguments: Any) -> torch.Tensor:
+    call = Call(*arguments)
+    check_arguments(call)
+    return launch_on_cuda(call)
+
+
+@torch.library.register_fake("pagedweight::fused_moe", lib=_LIBRARY)
 def _fused_moe_fake(x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 

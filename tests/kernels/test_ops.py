@@ -58,6 +58,30 @@ def test_case_95_registering_twice_is_harmless():
     assert torch.equal(torch.ops.pagedweight.fused_moe(**arguments), expected)
 
 
+def test_nothing_of_torchs_custom_ops_stands_between_a_call_and_its_kernel():
+    """They look at every argument for every argument, ten times the host's time of the call itself."""
+    _, arguments = call(0)
+    passed = set()
+    with torch.no_grad():
+        sys.setprofile(lambda frame, *_: passed.add(Path(frame.f_code.co_filename).name))
+        try:
+            ops.fused_moe(**arguments)
+        finally:
+            sys.setprofile(None)
+    assert "checks.py" in passed
+    assert not {"custom_ops.py", "autograd.py"} & passed
+
+
+def test_an_input_that_asks_for_gradients_passes_and_gets_none():
+    _, arguments = call()
+    expected = ops.fused_moe(**arguments)
+    arguments["x"].requires_grad_()
+    out = ops.fused_moe(**arguments)
+    assert torch.equal(out, expected)
+    with pytest.raises(RuntimeError, match="unpatch the model to train it"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
