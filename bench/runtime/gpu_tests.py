@@ -3,6 +3,7 @@
 The state machine runs with blocking launches and under compute-sanitizer too.
 
 python bench/runtime/gpu_tests.py --out bench/results/h200-runtime-tests.json
+python bench/runtime/gpu_tests.py --suite numerics --out bench/results/h200-numerics.json
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import torch
 
 CASES = "tests/e2e/test_open_cases_cuda.py"
 MACHINE = ["tests/runtime/test_pager_cuda.py", "-k", "short"]
+EXTREMES = "tests/kernels/test_extremes.py"
 # What stands before python, and what comes after pytest.
-RUNS = (
+RUNTIME = (
     ([], ["tests/runtime/test_controller_cuda.py", CASES]),
     ([], ["tests/runtime/test_pager_cuda.py"]),
     ([], ["tests/runtime/test_pages.py"]),
@@ -30,6 +32,13 @@ RUNS = (
     (["env", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"], [CASES, "-k", "case_76"]),
     (["compute-sanitizer", "--tool", "memcheck"], MACHINE),
 )
+NUMERICS = (
+    ([], [EXTREMES]),
+    ([], ["tests/e2e/test_determinism.py"]),
+    (["compute-sanitizer", "--tool", "memcheck"], [EXTREMES, "-k", "extreme or bad_rows or 2_31"]),
+    (["compute-sanitizer", "--tool", "racecheck"], [EXTREMES, "-k", "extreme or bad_rows"]),
+)
+SUITES = {"runtime": RUNTIME, "numerics": NUMERICS}
 
 
 def run_tests(under: list[str], arguments: list[str], limit_seconds: float) -> dict:
@@ -64,6 +73,7 @@ def outcomes(report: Path) -> list[dict]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--suite", choices=SUITES, default="runtime")
     parser.add_argument("--seconds", type=float, default=150, help="limit of each run")
     options = parser.parse_args()
     results = {
@@ -73,8 +83,9 @@ def main() -> int:
         "runs": [],
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(len(RUNS)) as together:
-        for run in together.map(lambda run: run_tests(*run, options.seconds), RUNS):
+    runs = SUITES[options.suite]
+    with ThreadPoolExecutor(len(runs)) as together:
+        for run in together.map(lambda run: run_tests(*run, options.seconds), runs):
             results["runs"].append(run)
             print(json.dumps(run, indent=1), flush=True)
             options.out.write_text(json.dumps(results, indent=1) + "\n")
