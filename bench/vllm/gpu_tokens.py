@@ -8,8 +8,9 @@
 Rows may run all at once. dense4: vLLM's own experts on weights rebuilt from the 4-bit codes, in fp16, which holds them
 exactly. compiled: torch.compile, and graphs as vLLM chooses them. guessed: up to three tokens by n-grams, checked in
 the same step. float: in fp32, where the order of sums hardly changes a token. roomy: dynamic widths without pressure,
-as 6. pressed: dynamic widths while KV blocks run out, then one request alone, under which they return; after each,
-every plane in use is compared with the host's, byte for byte. x2: two ranks, which must hold the same widths.
+as 6. pressed: dynamic widths while KV blocks run out, then one request alone, under which they return; every few
+steps each rank's widths are compared with the engine's and every plane in use with the host's, byte for byte. x2: two
+ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy as np
 
 from bench.vllm.shapes import versions
 
-REQUESTS, PROMPT, TOKENS = 16, 32, 160
+REQUESTS, PROMPT, TOKENS, CHECK_STEPS = 16, 32, 160, 16
 ROWS = ("dense4", "4", "4-eager", "4-compiled", "4-guessed", "4-float", "6", "roomy", "pressed")
 ROWS += ("4x2", "4x2-float", "pressedx2")
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [REQUESTS]}
@@ -88,26 +89,45 @@ def row(name: str, folder: Path, attention: str | None = None) -> None:
     )
     prompts = np.random.default_rng(0).integers(2, 16000, (REQUESTS, PROMPT)).tolist()
     sampling = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-    found: dict[str, object] = {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
-    if hasattr(llm.llm_engine.engine_core.engine_core.scheduler, "weights"):
-        found["checked"] = [checked(llm)]
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    found: dict[str, object] = {}
     if pressed:
-        llm.generate([{"prompt_token_ids": prompts[0]}], sampling, use_tqdm=False)
-        found["checked"].append(checked(llm))
+        found["tokens"], found["checked"] = generate_checked(llm, asked, sampling)
+        found["checked"] += generate_checked(llm, asked[:1], sampling)[1]
+    else:
+        outputs = llm.generate(asked, sampling, use_tqdm=False)
+        found["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]
+        if hasattr(llm.llm_engine.engine_core.engine_core.scheduler, "weights"):
+            found["checked"] = [checked(llm)]
     counted = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     found |= {"preemptions": counted["vllm:num_preemptions"], "ranks": ranks, **versions()}
     (folder / f"{name}.json").write_text(json.dumps(found), encoding="utf-8")
     print(name, {key: value for key, value in found.items() if key != "tokens"}, flush=True)
 
 
+def generate_checked(llm: Any, asked: list[dict], sampling: Any) -> tuple[list[list[int]], list[dict[str, object]]]:
+    """Tokens of each request, and what was found every few steps on the way and at the end."""
+    engine, tokens, checks, steps = llm.llm_engine, {}, [], 0
+    for number, prompt in enumerate(asked):
+        engine.add_request(str(number), prompt, sampling)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        tokens |= {int(output.request_id): list(output.outputs[0].token_ids) for output in outputs if output.finished}
+        steps += 1
+        if steps % CHECK_STEPS == 0:
+            checks.append(checked(llm))
+    return [tokens[number] for number in range(len(asked))], [*checks, checked(llm)]
+
+
 def checked(llm: Any) -> dict[str, object]:
-    """Widths and counts of now, once every rank has compared its planes with the host's."""
-    first, *others = llm.collective_rpc("pagedweight_checked_bits")
-    assert all(other == first for other in others), "ranks hold different widths"
+    """Widths and counts of now, once every rank has compared its planes with the host's and its widths with the
+    engine's."""
     weights = llm.llm_engine.engine_core.engine_core.scheduler.weights
+    expected = weights.planner.tenancy.width.tolist()
+    for number, bits in enumerate(llm.collective_rpc("pagedweight_checked_bits")):
+        assert bits == expected, f"rank {number} holds other widths than the engine commanded"
     return {
-        "mean_bits": float(np.mean(first)),
+        "mean_bits": float(np.mean(expected)),
         "lowest_mean_bits": weights.lowest_mean_bits,
         **weights.counts._asdict(),
     }
