@@ -13,7 +13,7 @@ from pagedweight.quant.model import quantize_stack
 from pagedweight.quant.refine import SWEEP_BYTES, refine_stack
 
 # Sweeps of joint coordinate descent after weighted k-means; None leaves its tables as they are, 0 refits them only.
-LEVELS: Mapping[str, int | None] = {"fast": None, "balanced": 0, "best": 3}
+LEVELS: Mapping[str, int | None] = {"fast": None, "balanced": 0, "best": 4}
 GROUP_BYTES = {"cpu": 1 << 23, "cuda": 1 << 28}  # of fp32 weights and second moments that are worked on at once
 
 

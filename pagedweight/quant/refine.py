@@ -20,7 +20,7 @@ from pagedweight.quant.descent import Sweep
 
 # What a width's relative loss counts when codes move: most where plans live. Few low codes may move where the highest
 # widths count in full, and those have divergence to spare.
-EMPHASIS = {1: 0.7, 2: 0.7, 3: 1.0, 4: 1.3, 5: 0.2, 6: 0.06, 7: 0.02, 8: 0.006}
+EMPHASIS = {1: 0.7, 2: 0.7, 3: 1.1, 4: 1.3, 5: 0.2, 6: 0.06, 7: 0.02, 8: 0.006}
 LOSS_FLOOR = 1e-12  # of the weights' own energy: a width without loss does not outweigh all others
 RIDGE = 1e-2  # of a code's own moment, towards its k-means value: moments of few tokens would overfit
 COLUMN_BLOCK = 32  # columns between two exact recomputations of the gradients
