@@ -31,7 +31,7 @@ def one(model: str, tokens: int) -> None:
     config, device = MODELS[model], torch.device("cuda", 0)
     count, intermediate = experts_and_intermediate(config)
     options = ServingOptions(bits=WIDTHS[0], widths=WIDTHS, codebooks=CODEBOOKS, frame_bytes=frame_bytes(config))
-    rank = RankExperts(DrawnPages(options), options, device, 1024, lambda: 0)
+    rank = RankExperts(DrawnPages(options), options, device, TOKENS, lambda: 0)
     rank.add(ExpertShare(0, tuple(range(count)), count, config["hidden_size"], intermediate, "silu"))
     experts = rank.fill(0, None)
     choices = config["num_experts_per_tok"]

@@ -58,6 +58,7 @@ class PagedExpertsMethod(FusedMoEMethodBase):
         if self._rank.source.needs_float:
             float_experts = FloatExperts(layer.w13_weight.data, layer.w2_weight.data)
         self._experts = self._rank.fill(self._index, float_experts)
+        self._rank.compile(self._experts, layer.moe_config.experts_per_token, layer.moe_config.in_dtype)
         if float_experts is not None:
             del layer.w13_weight, layer.w2_weight
 

@@ -58,8 +58,9 @@ def new_rank(config: VllmConfig) -> RankExperts:
     source = choose_source(config.model_config.model, str(config.load_config.load_format), options)
     kind = config.device_config.device_type
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    most_tokens = config.scheduler_config.max_num_batched_tokens
-    return RankExperts(source, options, device, most_tokens, lambda: kv_piece_bytes(config))
+    captured = config.compilation_config.cudagraph_capture_sizes or ()
+    batches = (*captured, config.scheduler_config.max_num_batched_tokens)
+    return RankExperts(source, options, device, batches, lambda: kv_piece_bytes(config))
 
 
 def check_served(config: VllmConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +44,7 @@ class RankReport(NamedTuple):
 class RankExperts:
     """Shares of MoE layers in the order in which the model is built; the first fill fixes the layout.
 
+    batches: how many tokens steps may have, as far as kernels are compiled before the first; the largest is the most.
     kv_piece_bytes: asked once all layers are there: the smallest contiguous part of a KV block, where frames must fit.
     knows_requests: whether `mark` is called before each forward, so that statistics are kept by request.
     """
@@ -52,7 +54,7 @@ class RankExperts:
         source: PageSource,
         options: ServingOptions,
         device: torch.device,
-        most_tokens: int,
+        batches: Sequence[int],
         kv_piece_bytes: Callable[[], int],
     ) -> None:
         self.source = source
@@ -63,7 +65,9 @@ class RankExperts:
         self._weights: ResidentWeights | None = None
         self._host: HostPages | None = None
         self._pager: RankPager | None = None
-        self._slots = TokenSlots(most_tokens, device)
+        self._slots = TokenSlots(max(batches), device)
+        self._batches = tuple(batches)
+        self._compiled: set[tuple[object, ...]] = set()
         self.knows_requests = False
 
     def add(self, share: ExpertShare) -> int:
@@ -93,6 +97,20 @@ class RankExperts:
             codebooks=layout.codebooks,
         )
 
+    def compile(self, experts: PagedExperts, choices: int, dtype: torch.dtype) -> None:
+        """Compile a filled layer's kernels side by side on a GPU, or the first step of each size waited for its own;
+        layers of one shape share theirs."""
+        key = replace(experts.shape, layer=0), choices, dtype
+        if self._device.type != "cuda" or key in self._compiled:
+            return
+        self._compiled.add(key)
+        # Not at the top: it needs Triton.
+        from pagedweight.kernels.compiling import compile_kernels
+
+        x = torch.empty(1, experts.shape.hidden, dtype=dtype, device=self._device)
+        ids = torch.zeros(1, choices, dtype=torch.int32, device=self._device)  # as vLLM's routers give them
+        compile_kernels(experts.call(x, ids, ids.float()), self._batches)
+
     def attach(self, kv_tensors: Sequence[torch.Tensor], blocks: int) -> RankReport:
         """The KV cache is there: frames can be found in its blocks. ValueError when they cannot."""
         weights = self._weights
@@ -118,13 +136,13 @@ class RankExperts:
         """Between two forwards: what the engine says. tokens: of the coming forward; those after them are padding."""
         self._pager.carry_out(commands)
         if self.knows_requests:
-            self._batches.seat(commands.seating)
+            self._batch_slots.seat(commands.seating)
         else:
             self._slots.mark(tokens)
 
     def mark(self, requests: Sequence[str], tokens: np.ndarray) -> None:
         """Whose tokens the coming forward has, and how many of each."""
-        self._batches.mark(requests, tokens)
+        self._batch_slots.mark(requests, tokens)
 
     def check(self) -> None:
         """Assert that every plane in use is what the host has; waits for the device. Fixed widths have no copies."""
@@ -156,7 +174,7 @@ class RankExperts:
         slots = 1 if fixed is not None else self._options.statistics_slots
         self._stats = RoutingStats.zeros(slots, len(self._shares), most_experts, self._device)
         self._signals = RankSignals(self._stats)
-        self._batches = BatchSlots(self._slots, self._stats)
+        self._batch_slots = BatchSlots(self._slots, self._stats)
         width, frame_bytes = fixed or layout.floor_width, self._frame_bytes(layout)
         self._weights = ResidentWeights(layout, width, frame_bytes, self._device, fixed=fixed is not None)
         if fixed is None:

@@ -17,7 +17,7 @@ EXPERTS, HIDDEN, INTERMEDIATE, BLOCKS = 4, 64, 32, 9
 
 def loaded_rank(**options: object) -> RankExperts:
     chosen = ServingOptions(widths=(2, 3, 4), frame_bytes=256, statistics_slots=2, **options)
-    rank = RankExperts(DrawnPages(chosen), chosen, torch.device("cpu"), 16, lambda: 256)
+    rank = RankExperts(DrawnPages(chosen), chosen, torch.device("cpu"), (16,), lambda: 256)
     rank.add(ExpertShare(0, tuple(range(EXPERTS)), EXPERTS, HIDDEN, INTERMEDIATE, "silu"))
     return rank
 
