@@ -27,7 +27,8 @@ class ServingOptions:
     settle_steps: steps from the start of a load to its use, the same on every rank.
     min_dwell_steps: steps for which a changed row keeps its width before it may rise.
     plan_period_steps: steps between looks for something to raise after one that found nothing.
-    statistics_period_steps: steps between readings of the routing statistics.
+    statistics_period_steps: steps between readings of the routing statistics; four times as many while every width is
+        the parent's.
     statistics_slots: requests that the statistics tell apart; where more run, some share a slot.
     prefix_cache_by_precision: requests reuse cached prefixes only of requests that came at the same precision.
     """
