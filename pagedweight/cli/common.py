@@ -31,7 +31,7 @@ class OneSentence(TyperGroup):
             code = super().main(*args, standalone_mode=False, **kwargs)
         except UsageError as error:
             help_of = error.ctx.command_path if error.ctx else "pagedweight"
-            message = " ".join(error.format_message().split()).rstrip(".")
+            message = " ".join(error.format_message().split()).rstrip(".?")
             code = fail(f"{message}; see {help_of} --help").exit_code
         sys.exit(code)
 

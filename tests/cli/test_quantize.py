@@ -51,8 +51,8 @@ def paged(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pagedweight.quantize(dense, tmp_path_factory.mktemp("paged"), widths=(2, 3, 4))
 
 
-def run(*arguments: object):
-    return RUNNER.invoke(app, [str(argument) for argument in arguments])
+def run(*arguments: object, **options: object):
+    return RUNNER.invoke(app, [str(argument) for argument in arguments], **options)
 
 
 def test_quantize_writes_a_folder_and_sums_it_up(dense: Path, tmp_path: Path) -> None:
@@ -92,8 +92,11 @@ def test_a_level_above_fast_takes_text_and_keeps_its_statistics(dense: Path, tex
 
 def test_calibrate_writes_the_policy(paged: Path, dense: Path, text: Path) -> None:
     before = Policy.load(paged / "pagedweight")
-    result = run("calibrate", paged, "--data", text, "--model", dense, "--windows", 5, "--search-windows", 0, "--json")
+    quick = ("--windows", 5, "--search-windows", 0, "--json")
+    result = run("calibrate", paged, "--data", text, "--model", dense, *quick, env={"FORCE_COLOR": "1"})
     assert result.exit_code == 0, result.output
+    assert "statistics" in result.stderr  # its bars, as on a terminal
+    assert "gains" in result.stderr
     summary = json.loads(result.stdout)
     assert summary["skipped_documents"] == 1
     assert summary["sequences"] == 5  # the last one is shorter than the others
