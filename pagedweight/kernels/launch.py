@@ -11,6 +11,8 @@ from pagedweight.layout import check_codebook
 
 # Where kernels are interpreted, nothing limits a program.
 INTERPRETED_SHARED_BYTES = 1 << 40
+# What AMD's GPUs grant at the least; torch says it of NVIDIA's alone.
+AMD_SHARED_BYTES = 1 << 16
 
 
 def join_codebooks(codebooks: Mapping[int, str], widths: Sequence[int]) -> str:
@@ -89,4 +91,6 @@ def shared_limit(device: torch.device) -> int:
     """Bytes of shared memory that one program may use."""
     if device.type != "cuda":
         return INTERPRETED_SHARED_BYTES
+    if torch.version.hip is not None:
+        return AMD_SHARED_BYTES
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

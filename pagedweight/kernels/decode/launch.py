@@ -6,12 +6,16 @@ import torch
 
 from pagedweight.kernels.call import Call
 from pagedweight.kernels.decode.config import MAX_TOKENS, DecodeConfig
-from pagedweight.kernels.decode.launches import decode_launches
+from pagedweight.kernels.decode.launches import decode_launches, has_ptx
 
 
 def can_decode(x: torch.Tensor) -> bool:
-    """Whether this path serves the batch: at most 64 tokens in a 16-bit type."""
-    return 0 < x.shape[0] <= MAX_TOKENS and x.dtype in (torch.float16, torch.bfloat16)
+    """Whether this path serves the batch: at most 64 tokens in a 16-bit type, and on a GPU one that reads its PTX.
+
+    Without it, its tiles take more shared memory than a Turing or an AMD GPU has.
+    """
+    few = 0 < x.shape[0] <= MAX_TOKENS and x.dtype in (torch.float16, torch.bfloat16)
+    return few and (not x.is_cuda or has_ptx(x))
 
 
 def launch_decode_moe(call: Call, config: DecodeConfig | None = None, use_ptx: bool | None = None) -> torch.Tensor:

@@ -25,6 +25,7 @@ from pagedweight.kernels.decode.gate_up import _gate_up_kernel
 from pagedweight.kernels.decode.prepare import _prepare_kernel
 from pagedweight.kernels.decode.slots import PLAN_HEADER
 from pagedweight.kernels.device_order import plane_geometry
+from pagedweight.kernels.launch import shared_limit
 from pagedweight.kernels.weighted_sum import sum_launch, weighted_sum_kernel
 
 SUM_COLUMNS = 512
@@ -48,7 +49,7 @@ def decode_launches(
     # Kernels read x, ids and weights as they lie; the rest is contiguous already.
     x, ids, weights = call.x.contiguous(), call.expert_ids.contiguous(), call.expert_weights.contiguous()
     call = call.with_batch(x, ids, weights, call.token_slot)
-    launches = _Launches(call, _chosen(call, config), _has_ptx(call.x) if use_ptx is None else use_ptx)
+    launches = _Launches(call, _chosen(call, config), has_ptx(call.x) if use_ptx is None else use_ptx)
     order = [launches.gate_up(), launches.down()]
     if launches.planned:
         order.insert(0, launches.prepare())
@@ -75,13 +76,14 @@ def _chosen(call: Call, config: DecodeConfig | None) -> DecodeConfig:
 
 
 def _hardware(x: torch.Tensor) -> Hardware:
-    if not x.is_cuda or torch.version.hip is not None:
+    if not x.is_cuda:
         return GENERIC
-    properties = torch.cuda.get_device_properties(x.device)
-    return Hardware(properties.shared_memory_per_block_optin, properties.major >= 9)
+    early_launch = torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return Hardware(shared_limit(x.device), early_launch)
 
 
-def _has_ptx(x: torch.Tensor) -> bool:
+def has_ptx(x: torch.Tensor) -> bool:
+    """Whether kernels may be written in PTX: compiled ones, on NVIDIA's GPUs from Ampere on."""
     return (
         x.is_cuda
         and torch.version.hip is None
