@@ -18,6 +18,7 @@ from bench.figures import write_figure
 INK = "#333333"
 COLOURS = ("#1b6ca8", "#e8862e", "#7a7a7a")
 LARGEST_MULTIPLE = 3.0  # of an equal share, at the dark end of the map
+LABEL_POINTS = 6  # of an expert's number: sixteen of them fit below their bars
 
 
 def draw(records: list[dict[str, Any]]) -> Figure:
@@ -53,7 +54,7 @@ def _bars(axis: Axes, mass: dict[str, np.ndarray]) -> None:
         places = np.arange(len(order)) + (at - (len(mass) - 1) / 2) * width
         axis.bar(places, shares[layer][order], width, label=text, color=COLOURS[at % len(COLOURS)])
     axis.axhline(1 / len(order), color=INK, linewidth=0.8, linestyle="--", label="equal share")
-    axis.set_xticks(np.arange(len(order)), order)
+    axis.set_xticks(np.arange(len(order)), order, fontsize=LABEL_POINTS)
     axis.set_xlabel(f"expert of layer {layer}")
     axis.set_ylabel("routing mass")
     axis.spines[["top", "right"]].set_visible(False)
