@@ -5,10 +5,12 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from pagedweight.kernels.decode.config import DecodeConfig, ProductConfig
+from pagedweight.kernels.call import Call
+from pagedweight.kernels.decode.config import MAX_TOKENS, DecodeConfig, ProductConfig
+from pagedweight.kernels.fused_moe import launch_fused_moe
 from pagedweight.layout import MoeLayer, RoutingStats
 from tests.kernels.decode.support import DEVICE, MANY, ONE, hidden_of, random_batch, random_layer, reference, run
-from tests.support import assert_close
+from tests.support import assert_close, one_tile
 
 INT8_BOOKS = ("lut8", "lut8", "affine", "affine")
 WIDE_BOOKS = ("lut16", "lut16", "cubic", "lut16")  # two bytes a weight, and 16-bit products beside them
@@ -217,3 +219,46 @@ def test_a_launch_of_its_own_adds_the_parts_to_the_same_bits():
     apart = run(layer, batch, replace(config, separate_sum=True))
     assert torch.equal(apart, run(layer, batch, config))
     assert not apart[1].any()
+
+
+@pytest.mark.parametrize("config", [ONE, MANY, replace(MANY, int8=True)], ids=["one", "many", "int8"])
+def test_case_43_nothing_relies_on_what_fresh_memory_holds(config, monkeypatch):
+    layer = random_layer(MoeLayer(0, 4, 64, 48), (3, 4), ("lut8", "lut8"), seed=21)
+    batch = random_batch(layer, min(config.tokens, 3), 2, seed=22)
+    batch.ids[:] = 2
+    batch.ids[0, 0] = -1
+    expected = run(layer, batch, config)
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        make = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, make=make, **k: _poisoned(make(*a, **k)))
+    assert torch.equal(run(layer, batch, config), expected)
+
+
+def _poisoned(fresh: torch.Tensor) -> torch.Tensor:
+    return fresh.fill_(torch.nan if fresh.is_floating_point() else torch.iinfo(fresh.dtype).max)
+
+
+@pytest.mark.parametrize("config", [ONE, replace(MANY, int8=True)], ids=["one", "int8"])
+def test_case_7_neighbours_of_a_view_are_not_read(config):
+    layer = random_layer(MoeLayer(0, 3, 44, 40), (3, 4), ("lut8", "lut8"), seed=23)
+    batch = random_batch(layer, config.tokens, 2, seed=24)
+    guarded = torch.full((config.tokens, 64), torch.nan, dtype=batch.x.dtype, device=DEVICE)
+    guarded[:, :44] = batch.x
+    assert torch.equal(run(layer, batch._replace(x=guarded[:, :44]), config), run(layer, batch, config))
+    assert guarded[:, 44:].isnan().all()
+
+
+def test_case_10_expert_ids_above_255():
+    layer = random_layer(MoeLayer(0, 300, 32, 16), (2,), seed=25)
+    batch = random_batch(layer, 1, 3, seed=26)
+    batch.ids[:] = torch.tensor([[299, 256, 3]])
+    assert_close(run(layer, batch, ONE), reference(layer, batch), torch.float16)
+
+
+def test_case_53_both_sides_of_the_largest_batch_agree():
+    layer = random_layer(MoeLayer(0, 2, 32, 16), (3, 4), ("lut8", "lut8"), seed=27)
+    batch = random_batch(layer, MAX_TOKENS + 1, 1, seed=28)
+    few = batch._replace(**{name: value[:-1] for name, value in batch._asdict().items()})
+    stats = RoutingStats.zeros(1, 1, 2, device=DEVICE)
+    call = Call(*batch, **layer.layer.arguments(layer.tables, stats))
+    assert_close(run(layer, few, MANY), launch_fused_moe(call, one_tile(layer.layer))[:-1], torch.float16)
