@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -19,6 +20,7 @@ class PlanWorker:
         self.background = background
         self._threads: ThreadPoolExecutor | None = None
         self._coming: tuple[Hashable, Future] | None = None
+        self._process = os.getpid()
 
     def ask(self, key: Hashable, prepare: Callable[[], Callable[[], Answer]]) -> Answer | None:
         """The answer when it is there, else None, and the call is under way unless another one is.
@@ -27,7 +29,7 @@ class PlanWorker:
         """
         if not self.background:
             return prepare()()
-        answer = self.take(key)
+        answer = self.take(key)  # which has looked whose threads these are
         if answer is None and self._coming is None:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(1, thread_name_prefix="pagedweight-planner")
@@ -36,6 +38,8 @@ class PlanWorker:
 
     def take(self, key: Hashable, *, wait: bool = False) -> Answer | None:
         """The answer to an earlier question, None when there is none yet; wait: for one that is under way."""
+        if self._process != os.getpid():
+            self._forget()
         if self._coming is None:
             return None
         asked, future = self._coming
@@ -47,6 +51,13 @@ class PlanWorker:
 
     def close(self) -> None:
         """End the thread; what it is working on is finished first."""
+        if self._process != os.getpid():
+            self._forget()
         if self._threads is not None:
             self._threads.shutdown()
         self._coming = None
+
+    def _forget(self) -> None:
+        """In a forked process: the thread stayed behind, and what it was working on will never be done here."""
+        self._threads = self._coming = None
+        self._process = os.getpid()
