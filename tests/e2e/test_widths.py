@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,6 @@ pytest.importorskip("transformers", reason="needs the hf extra")
 from transformers import PreTrainedModel
 
 import pagedweight
-from pagedweight import RuntimeConfig
 from tests.hf_models import FAMILIES, DenseReference, mixtral_m8, quantized_folder, qwen2_moe_q60, tokens
 from tests.support import assert_close
 
@@ -117,7 +118,8 @@ def one_layer(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("renormalised", [False, True])
-def test_case_46_routing_weights_and_shared_expert_stay_the_models_own(renormalised: bool) -> None:
+def test_case_46_routing_weights_and_shared_expert_stay_the_models_own(renormalised: bool, tmp_path: Path) -> None:
+    """At 8 bits, where every weight of so short a row has a code of its own, the answers are the dense model's."""
     model = qwen2_moe_q60(num_experts=6, norm_topk_prob=renormalised)
     seen = []
     ids = tokens(2, 9)
@@ -126,7 +128,7 @@ def test_case_46_routing_weights_and_shared_expert_stay_the_models_own(renormali
             layer.mlp.shared_expert.down_proj.weight.normal_(std=0.5)
             layer.mlp.shared_expert_gate.weight.normal_(std=5)
         expected = model(ids).logits
-        pagedweight.patch(model, config=RuntimeConfig())
+        pagedweight.patch(model, checkpoint=pagedweight.quantize(model, tmp_path / "pages", widths=(2, 8)))
         experts = model.model.layers[0].mlp.experts
         experts.register_forward_pre_hook(lambda module, args: seen.append(args[2].sum(-1)))
         got = model(ids).logits
@@ -135,7 +137,7 @@ def test_case_46_routing_weights_and_shared_expert_stay_the_models_own(renormali
     total = torch.ones_like(seen[0])
     assert torch.allclose(seen[0], total) is renormalised
     assert (seen[0] <= total + 1e-6).all()
-    assert (got - expected).abs().max() < 0.1 * expected.abs().max()
+    assert_close(got, expected, torch.float16)
     assert (other_gate - got).abs().max() > 1e-3 * got.abs().max()
 
 
