@@ -59,6 +59,7 @@ def row_words(columns: int) -> int:
     return -(-columns // 64) * 2
 
 
+@lru_cache(maxsize=1024)
 def plane_geometry(rows: int, columns: int, frame_bytes: int) -> PlaneGeometry:
     """The cut of an N x K plane; ValueError when a frame cannot hold 16 rows or is not a multiple of 128 bytes."""
     if rows < 1 or columns < 1:

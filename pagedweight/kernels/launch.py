@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -15,6 +16,16 @@ INTERPRETED_SHARED_BYTES = 1 << 40
 AMD_SHARED_BYTES = 1 << 16
 
 
+def cdiv(number: int, divisor: int) -> int:
+    """Rounded up. Triton's own cost the host a microsecond or two a call, and a launch has several."""
+    return -(-number // divisor)
+
+
+def power_of_two(number: int) -> int:
+    """The least one that is not below."""
+    return 1 << (number - 1).bit_length()
+
+
 def join_codebooks(codebooks: Mapping[int, str], widths: Sequence[int]) -> str:
     """Codebooks by width as the one string that fused_moe takes, since an op has no lists of strings."""
     return ",".join(codebooks[width] for width in widths)
@@ -22,9 +33,14 @@ def join_codebooks(codebooks: Mapping[int, str], widths: Sequence[int]) -> str:
 
 def split_codebooks(joined: str, widths: Sequence[int]) -> tuple[str, ...]:
     """The codebook of every width; ValueError when there is not one for each, or one cannot serve its width."""
+    return _split(joined, tuple(widths))
+
+
+@lru_cache(maxsize=64)
+def _split(joined: str, widths: tuple[int, ...]) -> tuple[str, ...]:
     codebooks = tuple(joined.split(","))
     if len(codebooks) != len(widths):
-        raise ValueError(f"codebooks is {joined!r} for widths {tuple(widths)}; give one for each width")
+        raise ValueError(f"codebooks is {joined!r} for widths {widths}; give one for each width")
     for codebook, width in zip(codebooks, widths, strict=True):
         check_codebook(codebook, width)
     return codebooks

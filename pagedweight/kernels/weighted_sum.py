@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pagedweight.kernels.launch import cdiv, power_of_two
+
 MOST_COLUMNS = 1024
 
 
@@ -50,7 +52,7 @@ def sum_launch(
     early: it starts while the launch that writes the parts ends (programmatic dependent launch).
     """
     tokens, hidden = out.shape
-    columns = min(columns, triton.next_power_of_2(hidden))
+    columns = min(columns, power_of_two(hidden))
     arguments = {
         "parts_ptr": parts,
         "ids_ptr": expert_ids,
@@ -68,7 +70,7 @@ def sum_launch(
         "COLUMNS": columns,
         "PDL": early,
     }
-    return (tokens, triton.cdiv(hidden, columns)), arguments
+    return (tokens, cdiv(hidden, columns)), arguments
 
 
 def launch_weighted_sum(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 MAX_TOKENS = 64
@@ -183,6 +184,7 @@ H200_ROWS = (
 )  # fmt: skip
 
 
+@lru_cache(maxsize=256)
 def choose(work: Workload, hardware: Hardware = GENERIC) -> DecodeConfig:
     """The settings for a workload: the table's, made to fit the matrices and the GPU."""
     row = next(row for row in H200_ROWS if row.serves(work))
@@ -197,6 +199,7 @@ def choose(work: Workload, hardware: Hardware = GENERIC) -> DecodeConfig:
     return config
 
 
+@lru_cache(maxsize=256)
 def problem(config: DecodeConfig, work: Workload, hardware: Hardware) -> str | None:
     """Why a pair of launches cannot run, in words, or None."""
     gate_up, down = config.gate_up, config.down

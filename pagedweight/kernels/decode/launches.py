@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 from pagedweight.kernels.call import Call
@@ -25,7 +24,7 @@ from pagedweight.kernels.decode.gate_up import _gate_up_kernel
 from pagedweight.kernels.decode.prepare import _prepare_kernel
 from pagedweight.kernels.decode.slots import PLAN_HEADER
 from pagedweight.kernels.device_order import plane_geometry
-from pagedweight.kernels.launch import shared_limit
+from pagedweight.kernels.launch import cdiv, power_of_two, shared_limit
 from pagedweight.kernels.weighted_sum import sum_launch, weighted_sum_kernel
 
 SUM_COLUMNS = 512
@@ -107,8 +106,8 @@ class _Digits:
     """Room for the int8 digits of a matrix's rows; next to none where they are not used."""
 
     def __init__(self, x: torch.Tensor, orders: int, used: bool) -> None:
-        self.row = 512 * triton.cdiv(x.shape[1], 512)
-        self.segments = triton.cdiv(self.row, SEGMENT.value)
+        self.row = 512 * cdiv(x.shape[1], 512)
+        self.segments = cdiv(self.row, SEGMENT.value)
         rows, row = (len(x), self.row) if used else (1, 1)
         self.digits = torch.empty((rows, orders, 2, row), dtype=torch.int8, device=x.device)
         self.scales = torch.empty((rows, 2), dtype=torch.float32, device=x.device)
@@ -128,7 +127,7 @@ class _Launches:
         self.pairs = self.tokens * self.choices
         self.planned = self.tokens > 1 or self.config.prepared
         self.slots = min(self.pairs, call.experts + self.pairs // self.config.tokens)
-        self.down_tiles = triton.cdiv(self.hidden, self.config.down.rows)
+        self.down_tiles = cdiv(self.hidden, self.config.down.rows)
         # Digit orders of the widths: codes that are looked up, codes that are numbers.
         self.orders = tuple(sorted({int(codebook == "affine") for codebook in self.codebooks}))
         self.out = torch.empty_like(call.x)
@@ -176,7 +175,7 @@ class _Launches:
             "counted_experts": call.mass.shape[2],
             "HIDDEN": self.hidden,
             "INTERMEDIATE": call.intermediate,
-            "PADDED": triton.next_power_of_2(self.choices),
+            "PADDED": power_of_two(self.choices),
             "PLANES": call.frame_address.shape[1],
             "PLANE_FRAMES": call.frame_address.shape[2],
             "WIDTHS": tuple(call.widths),
@@ -192,9 +191,9 @@ class _Launches:
             "x_ptr": self.call.x,
             "slot_count": self.slots,
             "HIDDEN": self.hidden,
-            "PAIRS": triton.next_power_of_2(self.pairs),
-            "SLOTS": triton.next_power_of_2(self.slots),
-            "BINS": triton.next_power_of_2(experts + 1),
+            "PAIRS": power_of_two(self.pairs),
+            "SLOTS": power_of_two(self.slots),
+            "BINS": power_of_two(experts + 1),
             "ROW": self.x_digits.row,
         }
         quantizing = self.tokens * self.x_digits.segments if self.config.int8 else 0
@@ -215,7 +214,7 @@ class _Launches:
             "LIMIT": call.limit,
         }
         arguments |= self._bias(call.gate_up_bias)
-        programs = self.tokens + self.slots * triton.cdiv(parts * call.intermediate, 2 * product.rows)
+        programs = self.tokens + self.slots * cdiv(parts * call.intermediate, 2 * product.rows)
         return Launch(_gate_up_kernel, (programs,), arguments)
 
     def quantize_h(self) -> Launch:
