@@ -45,6 +45,12 @@ class ExpertsModule(NamedTuple):
         return _found(self.module, self.storage.names[-1]) is not None
 
     @property
+    def dense_bytes(self) -> int:
+        """What its weights take as they are, or took."""
+        matrices = (rows * columns for rows, columns in map(self.shape.shape, Projection))
+        return self.shape.experts * sum(matrices) * self.dtype.itemsize
+
+    @property
     def is_plain(self) -> bool:
         """Whether the module itself keeps gate_up_proj and down_proj in the form of weights(), without biases."""
         return self.storage == FusedStorage() and self.block is None and self.shape.gated and not self.biases()

@@ -18,7 +18,7 @@ from pagedweight.patching_devices import OwnLayers, Share, SpreadModel, kv_of_sh
 from pagedweight.patching_model import PagedModel
 from pagedweight.patching_pages import PageStore, layout_of, quantize_layer
 from pagedweight.patching_quantize import Measured, sensitivity_policy
-from pagedweight.patching_sizes import KVLayers, Sizes, choose_sizes, kv_layers_of
+from pagedweight.patching_sizes import KVLayers, Sizes, choose_sizes, kv_layers_of, warn_unless_smaller
 from pagedweight.policy import Policy
 from pagedweight.quant.levels import check_level
 from pagedweight.runtime.config import RuntimeConfig
@@ -203,6 +203,10 @@ def restore_weights(store: PageStore, originals: Sequence[ExpertsModule], device
 
 def install(model: nn.Module, paged: PagedModel | SpreadModel, originals: list[ExpertsModule]) -> None:
     """Put the paged experts in place and hook the boundary to the model's forward; what can fail comes first."""
+    warn_unless_smaller(
+        sum(int(part.store.sizes.resident_bytes()[:, -1].sum()) for part in paged.parts),
+        sum(one.dense_bytes for one in originals),
+    )
     modules = [paged.experts_for(index, one.biases(), one.dtype) for index, one in enumerate(originals)]
     saving = {"save_pretrained": saver(model)} if hasattr(model, "save_pretrained") else {}
     paged.replaced = originals

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -51,6 +52,16 @@ def resident_bytes(layout: Layout, frame_bytes: int | None = None) -> np.ndarray
     """int64 (R, W), M_i^b of every row in whole frames, by default of the bytes that suit the planes best."""
     frame_bytes = frame_bytes or _frame_bytes(layout, [])
     return page_sizes(layout, [plane_geometry(n, k, frame_bytes) for n, k in layout.row_shapes()]).resident_bytes()
+
+
+def warn_unless_smaller(paged_bytes: int, dense_bytes: int) -> None:
+    """One warning where paging saves nothing. paged_bytes: at the parent width, where every model starts that may."""
+    if paged_bytes >= dense_bytes:
+        warnings.warn(
+            f"expert weights take {paged_bytes} bytes at the largest width, no less than the {dense_bytes} they took "
+            "before: their rows are short beside their tables; quantize to smaller widths",
+            stacklevel=2,
+        )
 
 
 def _frame_bytes(layout: Layout, kv_layers: KVLayers) -> int:

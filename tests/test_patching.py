@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import io
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable
 
@@ -304,6 +305,17 @@ def test_case_115_the_bytes_reported_are_the_bytes_held() -> None:
     held = sum(storages.values())
     assert snapshot.weight_bytes <= held <= 1.01 * snapshot.weight_bytes
     assert held < dense_bytes
+
+
+def test_case_115_weights_that_paging_makes_no_smaller_are_warned_of() -> None:
+    """Rows of 22 and 44 half-precision numbers are shorter than a table of 64."""
+    with pytest.warns(UserWarning, match=r"take (\d+) bytes at the largest width, no less than the (\d+)") as caught:
+        pagedweight.patch(gemma4_g16().half())
+    paged, dense = (int(word) for word in str(caught[0].message).split() if word.isdigit())
+    assert paged > dense == 2 * 16 * (2 * 22 * 88 + 88 * 22) * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pagedweight.patch(mixtral_m8())
 
 
 def test_unpatch_restores_exactly_what_was_kept() -> None:
