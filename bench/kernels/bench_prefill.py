@@ -103,7 +103,7 @@ SUITES = {
     ),
     # No settings of their own: the op, as users call it.
     "chosen": tuple(
-        Case(shape, label, "fast", (128, 512, 2048), ()) for shape in SHAPES_TIMED for label in ("3", "4", "6", "mixed")
+        Case(shape, label, "fast", (128, 512, 2048), ()) for shape in SHAPES_TIMED for label in ("6", "mixed", "4", "3")
     ),
     "codebooks": tuple(
         Case("qwen", label, codebooks, (512, 2048), (BOTH,))
@@ -212,26 +212,25 @@ def run_parts(case: Case, layer: GpuLayer, tokens: int) -> None:
 
 
 def run_peers(records: list[dict], tokens: tuple[int, ...]) -> None:
-    """vLLM on the same routings."""
-    from bench.kernels.peers import PEERS, answer
+    """vLLM's bf16 experts on the same routings."""
+    from bench.kernels.peers import answer, bf16_peer
 
     for shape in SHAPES_TIMED:
         meta = GpuLayer.meta(shape)
         meta.device = "cuda"
-        for name, make in PEERS.items():
-            peer = make(shape, 0)
-            for count in tokens if "bf16" in name else (64,):
-                calls = [routing(meta, count, i, DTYPE) for i in range(CALLS)]
-                calls = [(x, ids.int(), weights) for x, ids, weights, _slots in calls]
-                wanted = answer(peer, *calls[0])
-                error = float((peer.run(*calls[0]).double() - wanted).norm() / wanted.norm())
-                memory = held_bytes(lambda peer=peer, calls=calls: peer.run(*calls[0]))
-                us = graph_time(lambda peer=peer, calls=calls: [peer.run(*call) for call in calls], CALLS)
-                records.append({"shape": shape, "tokens": count, "config": name, "us": us, "error": error,
-                                "memory": memory})  # fmt: skip
-                print(*records[-1].values(), flush=True)
-            del peer
-            torch.cuda.empty_cache()
+        peer = bf16_peer(shape, 0)
+        for count in tokens:
+            calls = [routing(meta, count, i, DTYPE) for i in range(CALLS)]
+            calls = [(x, ids.int(), weights) for x, ids, weights, _slots in calls]
+            wanted = answer(peer, *calls[0])
+            record = {"shape": shape, "tokens": count, "config": "vllm bf16"}
+            record["error"] = float((peer.run(*calls[0]).double() - wanted).norm() / wanted.norm())
+            record["memory"] = held_bytes(lambda peer=peer, calls=calls: peer.run(*calls[0]))
+            record["us"] = graph_time(lambda peer=peer, calls=calls: [peer.run(*call) for call in calls], CALLS)
+            records.append(record)
+            print(*record.values(), flush=True)
+        del peer, calls
+        torch.cuda.empty_cache()
 
 
 def main() -> None:
@@ -240,12 +239,19 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="time vLLM too; needs vLLM")
     parser.add_argument("--grouped", action="store_true", help="time the grouped kernels too")
     parser.add_argument("--parts", action="store_true", help="print each kernel's share")
+    parser.add_argument(
+        "--workers", type=int, default=min(14, os.cpu_count()), help="processes that compile first; 0: none"
+    )
+    parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache for the suites")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     records: list[dict] = []
     for suite in arguments.suite:
         cases = SUITES[suite]
-        compile_all(cases, min(14, os.cpu_count()))
+        if arguments.workers:
+            compile_all(cases, arguments.workers)
+        if arguments.compile_only:
+            continue
         for shape in dict.fromkeys(case.shape for case in cases):
             layer = None
             for case in (case for case in cases if case.shape == shape):
@@ -259,7 +265,7 @@ def main() -> None:
             torch.cuda.empty_cache()
             _write(arguments.out, records)
     if arguments.peers:
-        run_peers(records, (64, 512, 2048))
+        run_peers(records, (128, 512, 2048))
         _write(arguments.out, records)
 
 
