@@ -176,7 +176,7 @@ def _tokenizer(folder: Path | None) -> PreTrainedTokenizerBase:
         raise ValueError("calibration text for a model in memory needs its tokenizer; give tokenizer, or windows")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def _statistics(model: PreTrainedModel, windows: Windows, seed: int, progress: Progress) -> Statistics:

@@ -43,7 +43,10 @@ def load(
     if verify:
         opened.verify()
     model, report = model_class(directory).from_pretrained(
-        directory, config=deferred_config(directory), output_loading_info=True, **kwargs
+        directory,
+        config=deferred_config(directory),
+        output_loading_info=True,
+        **{"trust_remote_code": False, **kwargs},
     )
     missing = sorted(report["missing_keys"])
     if missing:
@@ -92,7 +95,7 @@ def load_dense(name_or_path: str | Path, **kwargs: Any) -> PreTrainedModel:
     if Path(name_or_path).is_absolute() and not Path(name_or_path).exists():
         # transformers would complain of a malformed name on the Hub.
         raise ValueError(f"there is no folder {name_or_path}; give a model's folder or its name on the Hub")
-    model = AutoModelForCausalLM.from_pretrained(name_or_path, **kwargs)
+    model = AutoModelForCausalLM.from_pretrained(name_or_path, **{"trust_remote_code": False, **kwargs})
     if hasattr(model, "pagedweight"):
         raise ValueError(
             f"{name_or_path} holds paged experts; download it into a folder and load that with pagedweight.load"

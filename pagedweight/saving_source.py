@@ -193,7 +193,7 @@ def model_class(directory: str | Path) -> Any:
     """The class that config.json names, so that the same one comes back that was saved."""
     import transformers
 
-    architectures = transformers.AutoConfig.from_pretrained(directory).architectures or []
+    architectures = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False).architectures or []
     named = (getattr(transformers, str(name), None) for name in architectures)
     # Only a model: the file may name anything that transformers has.
     known = (kind for kind in named if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel))
@@ -204,7 +204,7 @@ def _meta_model(folder: Path) -> PreTrainedModel:
     """The model without data."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind = model_class(folder)
     with torch.device("meta"):
         return kind.from_config(config) if kind is transformers.AutoModelForCausalLM else kind(config)

@@ -244,7 +244,7 @@ def _counter(progress: Progress, step: str, total: int) -> Callable[..., None]:
 def _tokenizer(checkpoint: str | Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(checkpoint)
+    return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
 
 
 def _dense(checkpoint: str | Path, model: str | Path | None) -> PreTrainedModel:
@@ -252,7 +252,7 @@ def _dense(checkpoint: str | Path, model: str | Path | None) -> PreTrainedModel:
     if model is not None:
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(model)
+        return AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False)
     from pagedweight.patching import unpatch
     from pagedweight.saving import load
 

@@ -79,7 +79,9 @@ def serve(
     if engine is EngineName.VLLM or (engine is EngineName.AUTO and not own and _vllm_serves()):
         _become_vllm(checkpoint, host, port, name or checkpoint.resolve().name, vllm_options or [])
     if vllm_options:
-        raise fail(f"{' '.join(vllm_options)}: options after -- are for vLLM's server; add --engine vllm")
+        raise fail(
+            f"{' '.join(_without_secrets(vllm_options))}: options after -- are for vLLM's server; add --engine vllm"
+        )
     require_extras("serve")
     api_key, admin_token = _token(api_key_file, "--api-key-file"), _token(admin_token_file, "--admin-token-file")
     budget_bytes = None if budget is None else size_option("--budget", budget)
@@ -153,7 +155,7 @@ def _load(
         config = pagedweight.RuntimeConfig(budget_bytes=budget_bytes, trace_path=trace_path)
         with bars() as progress:
             model = load_checked(checkpoint, progress, config=config, device_map=device, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     except (ValueError, OSError) as error:
         raise fail(" ".join(str(error).split())) from error
     pagedweight.compile_kernels(model)  # or the first request of every batch size would wait for its kernels
@@ -183,8 +185,20 @@ def _become_vllm(checkpoint: Path, host: str, port: int, name: str, options: lis
     # What `vllm serve` starts; that command itself fails where vLLM comes from a distribution of another name.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
     command += ["--host", host, "--port", str(port), "--served-model-name", name, *options]
-    typer.echo(f"starting {' '.join(command[2:])}", err=True)
+    typer.echo(f"starting {' '.join(_without_secrets(command[2:]))}", err=True)
     os.execv(sys.executable, command)
+
+
+def _without_secrets(words: list[str]) -> list[str]:
+    """A command line as it may be shown: what follows an option named after a key or a token is left out."""
+    shown, secret = [], False
+    for word in words:
+        option, equals, _ = word.partition("=")
+        named = option.startswith("-") and any(name in option for name in ("key", "token"))
+        shown.append("..." if secret and not word.startswith("-") else f"{option}=..." if named and equals else word)
+        # An option may take several words.
+        secret = (named and not equals) or (secret and not word.startswith("-"))
+    return shown
 
 
 def _token(path: Path | None, option: str) -> str | None:

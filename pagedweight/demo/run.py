@@ -93,7 +93,7 @@ def load(budget_bytes: int, trace_path: str | None = None) -> tuple[PreTrainedMo
     )
     with quiet_transformers():
         model = pagedweight.from_pretrained(CHECKPOINT, config=config, dtype=torch.float32)
-    return model.eval(), AutoTokenizer.from_pretrained(CHECKPOINT)
+    return model.eval(), AutoTokenizer.from_pretrained(CHECKPOINT, trust_remote_code=False)
 
 
 def bf16_row(model: PreTrainedModel, text: HeldOut) -> QualityRow:

@@ -132,7 +132,7 @@ def evaluate(plan: Plan, out: Path, progress: Progress = lambda step, done, tota
 def read_tasks(plan: Plan) -> dict[str, Items]:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(plan.checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(plan.checkpoint, trust_remote_code=False)
 
     def encode(text: str) -> Sequence[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -197,7 +197,7 @@ def evaluate_harness(
             f"{out} has harness scores of another --harness-limit ({record.content['harness_limit']}); write to "
             "another file, or remove it"
         )
-    tokenizer = AutoTokenizer.from_pretrained(plan.checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(plan.checkpoint, trust_remote_code=False)
     patched = Patched(load(plan.checkpoint, **plan.on).eval())
     wanted = [(method, budget) for method in plan.methods for budget in plan.budgets]
     for done, (method, budget) in enumerate(wanted):

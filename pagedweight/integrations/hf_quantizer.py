@@ -170,7 +170,7 @@ def deferred_config(directory: str | Path) -> PreTrainedConfig:
     """The config of a folder with pages, so that from_pretrained leaves its experts to the caller."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(directory)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     config.quantization_config = {"quant_method": METHOD, "deferred": True}
     return config
 
