@@ -63,9 +63,11 @@ def refuse_unwritable(folder: Path) -> None:
 
 
 def refuse_old_device(device: torch.device, found: Iterable[Placed]) -> None:
-    """ValueError when the kernels cannot run on an NVIDIA device, or not in the model's dtype."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    """ValueError when pages cannot move to a GPU, or the kernels cannot run there or not in the model's dtype."""
+    if device.type != "cuda":
         return
+    if torch.version.hip is not None:
+        raise ValueError(f"{device} is AMD's, and pages move through CUDA's driver; patch the model on the CPU")
     capability = torch.cuda.get_device_capability(device)
     version = ".".join(map(str, capability))
     if capability < (7, 5):

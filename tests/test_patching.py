@@ -151,6 +151,13 @@ def test_case_123_devices_too_old_are_refused_in_a_sentence(monkeypatch, capabil
 
 
 @torch.no_grad()
+def test_case_124_a_gpu_that_is_not_nvidias_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    refuse_old_device(torch.device("cpu"), find_experts(small()))
+    with pytest.raises(ValueError, match=r"^cuda is AMD's, and pages move through CUDA's driver; patch the model on"):
+        refuse_old_device(torch.device("cuda"), find_experts(small()))
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_unpatch_gives_weights_in_the_dtype_the_model_has_by_then(keep: bool) -> None:
     model = pagedweight.patch(small(), keep_original=keep).half()

@@ -1,6 +1,7 @@
 """Copy engines on the CPU and, where there is one, on a CUDA device with real streams."""
 
 import ctypes
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from pagedweight.runtime.frames import KV_OWNER, Arena
 from pagedweight.runtime.transfer import FrameCopy, ImmediateEngine
-from pagedweight.runtime.transfer_batch import _Attributes, pieces_of
+from pagedweight.runtime.transfer_batch import DriverCopies, Pieces, _Attributes, pieces_of
 from pagedweight.runtime.transfer_cuda import CudaEngine
 
 FRAME_BYTES = 4096
@@ -184,3 +185,51 @@ def test_uploaded_values_are_what_the_next_kernel_reads_and_stay_so(device):
 def test_attributes_are_laid_out_as_the_driver_has_them():
     assert ctypes.sizeof(_Attributes) == 24
     assert [getattr(_Attributes, name).offset for name, _ in _Attributes._fields_] == [0, 4, 12, 20]
+
+
+class Driver:
+    """Copies between addresses of the host at once, as the driver does to the device; counts its calls."""
+
+    def __init__(self, *, has_batches: bool, result: int = 0) -> None:
+        self.calls: list[int] = []
+        self._result = result
+        if has_batches:
+            self.cuMemcpyBatchAsync = self._many
+
+    def cuMemcpyHtoDAsync_v2(self, target, source, size, stream):
+        self.calls.append(1)
+        ctypes.memmove(target.value, source.value, size.value)
+        return self._result
+
+    def _many(self, targets, sources, sizes, count, attributes, first, attribute_count, failed, stream):
+        self.calls.append(count.value)
+        assert attribute_count.value == 1
+        assert first._obj.value == 0
+        assert attributes._obj.access_order == 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        columns = [(ctypes.c_uint64 * count.value).from_address(array.value) for array in (targets, sources, sizes)]
+        for target, source, size in zip(*columns, strict=True):
+            ctypes.memmove(target, source, size)
+        return self._result
+
+
+@pytest.mark.parametrize(("has_batches", "batched"), [(True, True), (True, False), (False, True)])
+def test_pieces_land_where_they_begin_in_one_call_where_the_driver_has_it(monkeypatch, has_batches, batched):
+    driver = Driver(has_batches=has_batches)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    source = torch.arange(300, dtype=torch.int32).view(torch.uint8)
+    target = torch.zeros(1000, dtype=torch.uint8)
+    start, begin, size = (np.array(column) for column in ([0, 500, 900], [640, 0, 40], [500, 400, 100]))
+    pieces = Pieces(start, source.data_ptr() + begin, size)
+    DriverCopies(batched=batched).copy_pieces(target.data_ptr(), pieces, SimpleNamespace(cuda_stream=7))
+    expected = torch.cat([source[b : b + n] for b, n in zip(begin, size, strict=True)])
+    assert torch.equal(target, expected)
+    assert driver.calls == ([3] if has_batches and batched else [1, 1, 1])
+
+
+@pytest.mark.parametrize("has_batches", [True, False])
+def test_a_copy_that_the_driver_refuses_is_an_error(monkeypatch, has_batches):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(has_batches=has_batches, result=700))
+    host = torch.zeros(8, dtype=torch.uint8)
+    pieces = Pieces(np.array([0]), np.array([host.data_ptr()]), np.array([4]))
+    with pytest.raises(RuntimeError, match="error 700"):
+        DriverCopies().copy_pieces(host.data_ptr() + 4, pieces, SimpleNamespace(cuda_stream=7))
