@@ -6,6 +6,7 @@ imported while transformers is (see hf_register), so nothing here may import mor
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -55,6 +56,16 @@ class PagedWeightConfig(QuantizationConfigMixin):
         self.runtime = runtime
         self.level = level
         self.deferred = deferred
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As config.json has it, or deferred_config: a file says that experts are paged, and chooses nothing else."""
+        others = sorted(set(config_dict) - {"quant_method", "deferred"})
+        if others:
+            warnings.warn(
+                f"quantization_config has {', '.join(others)[:200]}, which no file decides; ignored", stacklevel=2
+            )
+        return super().from_dict({"deferred": config_dict.get("deferred") is True}, *args, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": self.quant_method}
