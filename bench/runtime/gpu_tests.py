@@ -34,7 +34,7 @@ RUNTIME = (
 )
 NUMERICS = (
     ([], [EXTREMES]),
-    ([], ["tests/e2e/test_determinism.py"]),
+    ([], ["tests/e2e/test_determinism.py", "tests/e2e/test_concurrency.py"]),
     (["compute-sanitizer", "--tool", "memcheck"], [EXTREMES, "-k", "extreme or bad_rows or 2_31"]),
     (["compute-sanitizer", "--tool", "racecheck"], [EXTREMES, "-k", "extreme or bad_rows"]),
 )

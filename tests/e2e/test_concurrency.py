@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 import pagedweight
 from pagedweight import RuntimeConfig
+from tests.e2e.test_determinism import SHIPPED, answer, pressed
 from tests.e2e.test_pressure import tight
 from tests.hf_models import quantized_folder, tokens
 
@@ -154,3 +155,66 @@ def test_threads_read_pages_of_one_checkpoint_at_once() -> None:
         for _ in range(20):
             got = threads.map(lambda row: store.host.page(row, 3), range(4))
             assert all(torch.equal(*pair) for pair in zip(wanted, got, strict=True))
+
+
+@pytest.mark.gpu
+def test_two_models_on_one_gpu_generate_at_once_as_each_would_alone() -> None:
+    wanted = answer(pressed("cuda"))
+    models = [pressed("cuda") for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        together = list(threads.map(answer, models))
+    for widths, logits in together:
+        assert widths == wanted[0]
+        assert torch.equal(logits, wanted[1])
+    for model in models:
+        model.pagedweight.check()
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu_generates_while_others_are_patched_and_unpatched() -> None:
+    wanted, other = answer(pressed("cuda")), pressed("cuda")
+    over = threading.Event()
+
+    def patch_and_unpatch() -> None:
+        while not over.is_set():
+            pagedweight.patch(pagedweight.unpatch(other), checkpoint=SHIPPED)
+
+    with ThreadPoolExecutor(1) as beside:
+        rounds = beside.submit(patch_and_unpatch)
+        try:
+            widths, logits = answer(pressed("cuda"))
+        finally:
+            over.set()
+        rounds.result()
+    assert widths == wanted[0]
+    assert torch.equal(logits, wanted[1])
+
+
+_FORK_CUDA = """
+import os, signal, sys, torch
+from tests.e2e.test_determinism import SHIPPED, answer, pressed
+model = pressed("cuda")
+answer(model)
+signal.alarm(100)
+for use in (False, True):
+    child = os.fork()
+    if not child:
+        try:
+            if use:
+                answer(model)
+        except RuntimeError as error:
+            print("in the child:", str(error).splitlines()[0], flush=True)
+            os._exit(9)
+        sys.exit(8)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (9 if use else 8)
+answer(model)
+model.pagedweight.check()
+print("the parent lived")
+"""
+
+
+@pytest.mark.gpu
+def test_what_forks_from_a_process_with_a_gpu_may_end_and_is_told_that_it_cannot_use_it() -> None:
+    ran = subprocess.run([sys.executable, "-c", _FORK_CUDA], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert "in the child: Cannot re-initialize CUDA in forked subprocess" in ran.stdout, ran.stdout + ran.stderr[-2000:]
+    assert "the parent lived" in ran.stdout
