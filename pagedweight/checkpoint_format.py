@@ -192,10 +192,10 @@ def file_sha256(path: Path) -> str:
 
 def differences(got: Specs, wanted: Specs) -> str:
     """What is wrong about a set of tensors in words; empty when nothing is."""
-    problems = [f"missing {name}" for name in wanted.keys() - got.keys()]
-    problems += [f"unexpected {name}" for name in got.keys() - wanted.keys()]
+    problems = [f"missing {name[:80]}" for name in wanted.keys() - got.keys()]
+    problems += [f"unexpected {name[:80]}" for name in got.keys() - wanted.keys()]
     problems += [
-        f"{name} is {got[name][0]} {list(got[name][1])}, not {wanted[name][0]} {list(wanted[name][1])}"
+        f"{name[:80]} is {got[name][0]} {list(got[name][1])}, not {wanted[name][0]} {list(wanted[name][1])}"
         for name in got.keys() & wanted.keys()
         if got[name] != wanted[name]
     ]

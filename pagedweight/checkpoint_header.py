@@ -70,7 +70,7 @@ def _entry(path: Path, name: str, value: Any, data: int, size: int) -> Entry:
     if not isinstance(value, dict):
         raise ValueError(f"{name[:80]} is a {type(value).__name__}")
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if not isinstance(dtype, str) or not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
+    if not isinstance(dtype, str) or len(dtype) > 20 or not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
         raise ValueError(f"{name[:80]} lacks a dtype, a shape or its place in the file")
     begin, end = (data + offset for offset in offsets)
     if not begin <= end <= size:

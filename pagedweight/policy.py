@@ -208,7 +208,9 @@ class Policy:
         except FileNotFoundError:
             raise
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-            raise PolicyError(f"{folder / 'policy.safetensors'} is damaged ({error}); calibrate again") from error
+            raise PolicyError(
+                f"{folder / 'policy.safetensors'} is damaged ({str(error)[:300]}); calibrate again"
+            ) from error
         if document.get("format_version") != FORMAT_VERSION:
             raise PolicyError(
                 f"{folder / 'policy.json'} has format_version {document.get('format_version')!r:.80}; "
