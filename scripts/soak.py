@@ -75,6 +75,10 @@ class Soak:
         self._changed: list[str] = []
         self._memory: list[dict[str, float]] = []
         model = pagedweight.load(CHECKPOINT, dtype=dtype, device_map=device, verify=False)
+        if device.type == "cuda":
+            # cuDNN keeps a plan for every length that it has seen, which would look like a leak.
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            pagedweight.compile_kernels(model)
         self._resident = model.pagedweight.store.sizes.resident_bytes().sum(0)
         self._model = pagedweight.unpatch(model)
 

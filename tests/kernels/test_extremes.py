@@ -44,7 +44,7 @@ def check_rows(out: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> Non
     assert (error <= TOLERANCES[dtype] * want[finite].abs().amax(1)).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_extreme_weights_are_what_arithmetic_makes_of_them(dtype: torch.dtype) -> None:
     layer = placed()
     clean, batch = extreme(layer, dtype, 13)
@@ -72,7 +72,7 @@ def test_extreme_weights_in_the_decode_kernels(tokens: int, config) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 13, 100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_extreme_weights_through_the_op(dtype: torch.dtype, tokens: int) -> None:
     layer = random_layer(ON_A_GPU, (3, 4), seed=3)
     clean, batch = extreme(layer, dtype, tokens)
@@ -86,7 +86,7 @@ def test_extreme_weights_through_the_op(dtype: torch.dtype, tokens: int) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [13, 100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bad_rows_stay_their_own_through_the_op(dtype: torch.dtype, tokens: int) -> None:
     """NaN and infinities in inputs, decode and prefill alike."""
     layer = random_layer(ON_A_GPU, (3, 4), seed=5)
@@ -104,7 +104,7 @@ def test_bad_rows_stay_their_own_through_the_op(dtype: torch.dtype, tokens: int)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 13, 100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_equal_runs_and_other_company_give_equal_bits(dtype: torch.dtype, tokens: int) -> None:
     """In batches of one size a row's answer does not depend on who else is there, or on when it is asked."""
     layer = random_layer(ON_A_GPU, (3, 4), seed=7)
@@ -146,7 +146,7 @@ def test_products_of_sizes_beyond_32_bits(dtype: torch.dtype, tokens: int, hidde
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 13, 100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_arena_of_more_than_2_31_bytes(dtype: torch.dtype, tokens: int) -> None:
     """Frames and tables at offsets beyond 2^32 of one arena, in the order in which they came."""
     layer = random_layer(ON_A_GPU, (3, 4), seed=13)
