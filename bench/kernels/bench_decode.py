@@ -273,6 +273,7 @@ if __name__ == "__main__":
     parser.add_argument("--suite", default="chosen")
     parser.add_argument("--shapes", nargs="+", help="of the suites' shapes, these alone, in this order")
     parser.add_argument("--tokens", nargs="+", type=int, help="of the suites' batch sizes, these alone")
+    parser.add_argument("--bits", nargs="+", help="of the suites' widths, these alone")
     parser.add_argument("--out", type=Path, default=Path("bench_decode.json"))
     parser.add_argument("--untimed", action="store_true", help="answers only")
     parser.add_argument(
@@ -290,6 +291,8 @@ if __name__ == "__main__":
         cases = [case for shape in arguments.shapes for case in cases if case.shape == shape]
     if arguments.tokens is not None:
         cases = [case for case in cases if case.tokens in arguments.tokens]
+    if arguments.bits is not None:
+        cases = [case for case in cases if case.label in arguments.bits]
     if arguments.compile_only:
         compile_all(cases, arguments.workers)
     else:
