@@ -222,7 +222,7 @@ class Policy:
         except PolicyError:
             raise
         except (TypeError, ValueError, OverflowError) as error:
-            raise PolicyError(f"the policy in {folder} cannot be used: {error}") from error
+            raise PolicyError(f"the policy in {folder} cannot be used: {str(error)[:500]}") from error
 
 
 def _scalars(path: Path) -> dict[str, object]:
