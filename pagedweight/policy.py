@@ -207,7 +207,7 @@ class Policy:
             arrays = load_file(folder / "policy.safetensors")
         except FileNotFoundError:
             raise
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        except (SafetensorError, OSError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise PolicyError(
                 f"{folder / 'policy.safetensors'} is damaged ({str(error)[:300]}); calibrate again"
             ) from error

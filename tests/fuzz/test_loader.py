@@ -244,6 +244,20 @@ def test_a_policys_scalars_are_numbers(tmp_path: Path, name: str, value: object)
         Policy.load(tmp_path)
 
 
+def test_a_policy_in_a_type_that_numpy_lacks(tmp_path: Path) -> None:
+    PROBLEM.policy.save(tmp_path)
+    path = tmp_path / "policy.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    end = max(entry["data_offsets"][1] for entry in header.values())
+    header["alien"] = {"dtype": "F4", "shape": [2], "data_offsets": [end, end + 1]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :] + b"\0")
+    with pytest.raises(PolicyError, match="is damaged"):
+        Policy.load(tmp_path)
+
+
 def test_a_policy_names_no_expert_far_beyond_its_rows() -> None:
     """The planner's tables over (layer, expert) would be as large as the largest number."""
     blocks = PROBLEM.policy.blocks.copy()
