@@ -12,6 +12,7 @@ import numpy as np
 from bench.policies_plans import BF16, FULL
 from bench.policies_report import sizes, window_kl
 from bench.quality_parts import bootstrap_ratio
+from pagedweight.evaluation.methods import FULL as METHOD
 from pagedweight.evaluation.report import rows as evaluation_rows
 from scripts.results_ablations import codebooks, levels
 from scripts.results_speed import throughput
@@ -96,10 +97,26 @@ def evaluation(record: Mapping[str, Any]) -> Lines:
         "and how often both like the same token best, in per cent. A text's second halves count, with the first as "
         "context."
     )
+    yield f"KL of {METHOD} is above another method's beyond its interval: {', '.join(_above(record)) or 'nowhere'}."
+    if "note" in record:
+        yield record["note"]
     yield ""
     wall, cpu = (sum(cell.get(name, 0.0) for cell in _cells(record)) / 60 for name in ("seconds", "cpu_seconds"))
     device = record["machine"]["device"]
     yield from made_by(record, f"{device}, {wall:.1f} minutes of measuring, {cpu:.1f} of them the process's own")
+
+
+def _above(record: Mapping[str, Any]) -> Iterator[str]:
+    """Where the full planner loses: task, budget and the other method."""
+    cells = record["cells"]
+    for other in sorted(cells.keys() - {METHOD, "reference"}):
+        for budget, tasks in sorted(cells.get(METHOD, {}).items()):
+            for task, own in tasks.items():
+                beside = cells[other].get(budget, {}).get(task)
+                if beside and len(beside["kl"]) == len(own["kl"]):
+                    low, _ = bootstrap_ratio(np.array(own["kl"]), np.array(beside["kl"]))
+                    if low > 1:
+                        yield f"{task} at {budget} ({other})"
 
 
 def _cells(record: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
