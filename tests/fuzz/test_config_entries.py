@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import pagedweight
 from pagedweight.checkpoint import CheckpointError
 from pagedweight.integrations.hf_quantizer import PagedWeightConfig
+from pagedweight.integrations.vllm.options import ServingOptions
 from tests.hf_models import quantized_folder, tokens
 
 
@@ -75,3 +77,14 @@ def test_a_file_that_defers_its_pages_gives_a_model_that_says_what_to_do(folder:
     model = AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(RuntimeError, match=r"pages are not loaded; load it with pagedweight\.load"):
         model(tokens(1, 5))
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(ServingOptions)])
+def test_an_option_of_vllms_additional_config_is_taken_or_named_in_a_sentence(name: str) -> None:
+    for value in (None, "x", -1, 2**70, 1.5, ["x"], {"x": 1}, True, float("nan")):
+        try:
+            options = ServingOptions.of({"pagedweight": {name: value}})
+        except (TypeError, ValueError) as error:
+            assert name in str(error), value
+        else:
+            assert getattr(options, name) == value

@@ -49,9 +49,13 @@ class ServingOptions:
     prefix_cache_by_precision: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.widths, list | tuple) or not all(type(width) is int for width in self.widths):
+            raise TypeError(f"{KEY}.widths is {self.widths!r}; give a list of whole numbers")
+        if not isinstance(self.codebooks, Mapping) or not all(str(width).isdecimal() for width in self.codebooks):
+            raise TypeError(f"{KEY}.codebooks is {self.codebooks!r}; give an object of names by width")
         object.__setattr__(self, "widths", normalized_widths(tuple(self.widths)))
         # Keys of a JSON object are strings.
-        object.__setattr__(self, "codebooks", {int(width): name for width, name in dict(self.codebooks).items()})
+        object.__setattr__(self, "codebooks", {int(width): name for width, name in self.codebooks.items()})
         for option in fields(self):
             value = getattr(self, option.name)
             if option.type == "bool" and not isinstance(value, bool):
