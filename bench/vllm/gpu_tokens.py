@@ -26,7 +26,7 @@ import numpy as np
 
 from bench.vllm.shapes import versions
 
-REQUESTS, PROMPT, TOKENS, CHECK_STEPS = 16, 32, 160, 16
+REQUESTS, PROMPT, TOKENS, CHECK_STEPS = 16, 32, 160, 40
 ROWS = ("dense4", "4", "4-eager", "4-compiled", "4-guessed", "4-float", "6", "roomy", "pressed")
 ROWS += ("4x2", "4x2-float", "pressedx2")
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [REQUESTS]}

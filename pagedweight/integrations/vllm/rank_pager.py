@@ -49,11 +49,13 @@ class RankPager:
         assert (tables[0] == self.bits).all()
         assert (tables[2] == self._table_address).all()
         for row, bits in enumerate(self.bits.tolist()):
-            frames = int(weights.plane_frames[row])
-            for plane in range(weights.resident_width, bits):
-                address = tables[1][row, plane, :frames]
-                assert (address == self._address[row, plane, :frames]).all(), (row, plane)
-                assert torch.equal(self._copies.read(address), self._host.page(row, plane)), (row, plane)
+            used = slice(weights.resident_width, bits), slice(int(weights.plane_frames[row]))
+            address = tables[1][row][used]
+            assert (address == self._address[row][used]).all(), row
+            if address.size:
+                held = self._copies.read(address.ravel()).view(len(address), -1)
+                for plane, page in enumerate(held, weights.resident_width):
+                    assert torch.equal(page, self._host.page(row, plane)), (row, plane)
 
     def _commit(self, widths: Widths) -> np.ndarray:
         """Rows at their new widths with the tables of these in their slots."""
