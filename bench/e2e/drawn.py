@@ -103,6 +103,10 @@ class DrawnStore(NamedTuple):
     layout: Layout
     host: RepeatedPages
 
+    @property
+    def sizes(self) -> PageSizes:
+        return self.host.sizes
+
 
 class Drawn(NamedTuple):
     """A dense model without its experts, and what it takes to patch it, with any budget, as often as needed."""

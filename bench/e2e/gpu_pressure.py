@@ -84,13 +84,7 @@ def moving(
     filling, end = run_of(decoding, timed), runtime.snapshot()
     tokens = decoding.cache.get_seq_length()
     decoding.cache.release()
-    restoring = Decoding(model, RESTORE_BATCH, prompt_tokens)
-    timed.milliseconds.clear()
-    restoring.run(STRETCH_STEPS)
-    while len(restoring.seen) < RESTORE_STEPS and runtime.snapshot().mean_bits < start.mean_bits:
-        restoring.run(STRETCH_STEPS)
-    back, rested = run_of(restoring, timed), runtime.snapshot()
-    restoring.cache.release()
+    restoring, back, rested = serve_until(model, timed, prompt_tokens, start.mean_bits)
     timed.take_off(model)
     boundaries, seconds = come_back(model, start.mean_bits)
     whole = runtime.snapshot()
@@ -125,6 +119,45 @@ def moving(
         "restoring": over_time(restoring, back),
     }
     return report, filling, back
+
+
+def serve_until(
+    model: PreTrainedModel, timed: TimedBoundary, prompt_tokens: int, bits: float
+) -> tuple[Decoding, Run, RuntimeSnapshot]:
+    """A small batch decodes while pages come back, for RESTORE_STEPS at most; the runtime before it ends."""
+    restoring = Decoding(model, RESTORE_BATCH, prompt_tokens)
+    timed.milliseconds.clear()
+    restoring.run(STRETCH_STEPS)
+    while len(restoring.seen) < RESTORE_STEPS and model.pagedweight.snapshot().mean_bits < bits:
+        restoring.run(STRETCH_STEPS)
+    back, rested = run_of(restoring, timed), model.pagedweight.snapshot()
+    restoring.cache.release()
+    return restoring, back, rested
+
+
+def restoring_alone(drawn: Drawn, config: RuntimeConfig, prompt_tokens: int) -> dict:
+    """From 3 bits with nothing but a small batch in the cache."""
+    model = drawn.patched(config)
+    runtime = model.pagedweight
+    warm_up(model, RESTORE_BATCH, prompt_tokens)
+    bits = runtime.snapshot().mean_bits
+    runtime.set_bits(WIDTHS[0])
+    timed, end = TimedBoundary(model), runtime.snapshot()
+    restoring, back, rested = serve_until(model, timed, prompt_tokens, bits)
+    timed.take_off(model)
+    runtime.check()
+    return {
+        "restore_batch": RESTORE_BATCH,
+        "bits": [end.mean_bits, rested.mean_bits, bits],
+        "restored_bytes": rested.moves.loaded_bytes - end.moves.loaded_bytes,
+        "restore_steps": len(back.milliseconds),
+        "reload_gigabytes_per_second": reload_rate(end, rested) / 1e9,
+        "longest_restoring_step_ms": float(back.milliseconds.max()),
+        "median_restoring_step_ms": float(np.median(back.milliseconds)),
+        "boundary_share": float(back.boundary_ms.sum() / back.milliseconds.sum()),
+        "longest_boundary_ms": float(back.boundary_ms.max()),
+        "restoring": over_time(restoring, back),
+    }
 
 
 def come_back(model: PreTrainedModel, bits: float) -> tuple[int, float]:
@@ -261,6 +294,7 @@ def main() -> int:
     parser.add_argument("--most-steps", type=int, default=4096)
     parser.add_argument("--stretch", type=int, default=32, help="steps of the still run at one set of widths")
     parser.add_argument("--every", type=int, default=1, help="of so many stretches one is compared")
+    parser.add_argument("--restoring-alone", action="store_true", help="only pages that come back, from 3 bits")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     # cuDNN's attention keeps a plan for each shape, and a growing cache has a new one at every step.
@@ -285,6 +319,9 @@ def main() -> int:
     results = dict(facts)
     config = RuntimeConfig(budget_bytes=budget, **thresholds)
     print(f"drawn after {time.perf_counter() - began:.1f} s", flush=True)
+    if options.restoring_alone:
+        note(results, "restoring_alone", restoring_alone(drawn, config, options.prompt), options.out)
+        return 0
     report, filling, back = moving(drawn, config, options.batch, options.prompt, options.most_steps)
     note(results, "moving", report, options.out)
     model = drawn.patched(RuntimeConfig(budget_bytes=budget + resident[WIDTHS[-1]], **thresholds))
