@@ -48,7 +48,7 @@ def typed(shell: str, home: Path, line: str, *options: str) -> subprocess.Comple
     path = {"PATH": f"{home / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "TERM": "dumb"}
     command = [shell, *options, "-c", f"{line}; true"]  # by itself a command would take the shell's place
     return subprocess.run(
-        command, env={**path, "HOME": str(home)}, cwd=home, capture_output=True, text=True, timeout=60
+        command, env={**path, "HOME": str(home)}, cwd=home, capture_output=True, text=True, timeout=240
     )
 
 
