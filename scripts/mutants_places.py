@@ -66,18 +66,16 @@ def draw(root: Path, count: int, seed: int) -> list[Mutant]:
 
 def find_again(root: Path, records: list[dict[str, Any]]) -> tuple[list[Mutant], list[dict[str, Any]]]:
     """The mutants of a record in the present source, and those whose text is not there any more."""
-    found, gone = [], []
+    found, gone, taken = [], [], set()
     for record in records:
-        alike = [mutant for mutant in _like(root, record) if (mutant.before, mutant.after) == _texts(record)]
+        texts = record["before"], record["after"]
+        alike = [m for m in _like(root, record) if (m.before, m.after) == texts and m.key not in taken]
         if alike:
             found.append(min(alike, key=lambda mutant: abs(mutant.line - record["line"])))
+            taken.add(found[-1].key)
         else:
             gone.append(record)
     return found, gone
-
-
-def _texts(record: dict[str, Any]) -> tuple[str, str]:
-    return record["before"], record["after"]
 
 
 def _like(root: Path, record: dict[str, Any]) -> Iterator[Mutant]:
