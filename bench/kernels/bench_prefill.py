@@ -118,8 +118,9 @@ def product_launches(case: Case, config: PrefillConfig) -> list[ProductLaunch]:
     call = op_call(layer, case, routing(layer, 4, 0, case.dtype))
     grouping = Grouping(*(torch.empty(4, device="meta", dtype=torch.int32) for _ in Grouping._fields))
     x, h = (call.x.new_empty(4, operand_columns(columns)) for columns in (layer.hidden, layer.intermediate))
-    prepared = Prepared(grouping, x, torch.empty(4, device="meta"), h)
-    return [gate_up_launch(call, prepared, config)[1], down_launch(call, prepared, config)[1]]
+    totals = torch.empty(4, device="meta")
+    prepared = Prepared(grouping, x, totals, totals, h)
+    return [gate_up_launch(call, prepared, config)[-1], down_launch(call, prepared, totals, config)[-1]]
 
 
 def compile_jobs(jobs: list[tuple[Case, PrefillConfig, int]]) -> list[str]:

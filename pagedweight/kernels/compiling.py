@@ -49,6 +49,7 @@ def _prefill_launches(call: Call) -> list[Any]:
     x = call.x
     grouping = Grouping(*(torch.empty(1, dtype=torch.int32, device=x.device) for _ in Grouping._fields))
     spread, h = (x.new_empty(1, operand_columns(columns)) for columns in (x.shape[1], call.intermediate))
-    prepared = Prepared(grouping, spread, torch.empty(1, device=x.device), h)
+    norms, totals = (torch.empty(1, device=x.device) for _ in range(2))
+    prepared = Prepared(grouping, spread, norms, totals, h)
     config = PrefillConfig()
-    return [launch.gate_up_launch(call, prepared, config)[1], launch.down_launch(call, prepared, config)[1]]
+    return [launch.gate_up_launch(call, prepared, config)[-1], launch.down_launch(call, prepared, totals, config)[-1]]

@@ -225,13 +225,13 @@ def table_registers(bits: int, codebook: str) -> int:
         return {2: 4, 3: 4, 4: 8}.get(bits, 1)
     if codebook == "lut8":
         return {2: 2, 3: 2, 4: 4}[bits]
-    return {"affine": 2, "cubic": 4}[codebook]
+    return {"affine": 0, "cubic": 4}[codebook]
 
 
 def decoder_program(bits: int, codebook: str, bf16: bool) -> tuple[str, str]:
     """(PTX, constraints) for `inline_asm_elementwise` with pack 2: planes, then the row's table operands."""
     q = Program()
-    registers = 0 if codebook == "affine" else table_registers(bits, codebook)
+    registers = table_registers(bits, codebook)
     first = _OUTPUTS + 2 * bits
     table = [f"${first + 2 * i}" for i in range(registers)]
     outputs = []

@@ -1,5 +1,6 @@
 """Second launch: down rows of every slot's expert; whoever completes a token's rows adds them up and writes them."""
 
+# ruff: noqa: RUF005 - kernels join tuples with +; they cannot unpack them.
 from __future__ import annotations
 
 import triton
@@ -9,33 +10,42 @@ from pagedweight.kernels.decode import operands, rows, rows8, slots, statistics
 
 
 @triton.jit
+def _routed_weights(ids_ptr, weights_ptr, token, used, EXPERTS: tl.constexpr, CHOICES: tl.constexpr):
+    """Of tokens (TOKENS,): how many choices are experts, and by choice whether it is one, and its weight or zero."""
+    count = tl.zeros_like(token)
+    is_expert = ()
+    weights = ()
+    for i in tl.static_range(CHOICES):
+        expert = tl.load(ids_ptr + token * CHOICES + i, used, other=-1)
+        # The weight of an id that is no expert may be anything.
+        weight = tl.load(weights_ptr + token * CHOICES + i, used, other=0.0).to(tl.float32)
+        routed = (expert >= 0) & (expert < EXPERTS)
+        count += routed.to(tl.int32)
+        is_expert = is_expert + (routed,)
+        weights = weights + (tl.where(routed, weight, 0.0),)
+    return count, is_expert, weights
+
+
+@triton.jit
 def _combine(
     parts_ptr, out_ptr, ids_ptr, weights_ptr, arrivals_ptr, token, used, out_row, tile,
-    HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr, PADDED: tl.constexpr, TILES: tl.constexpr,
-    SPLITS: tl.constexpr,
+    HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Announce this program's parts; where a token's are all there, out = sum_a r_a sum_s part, in that order."""
+    # Asked for before the arrival: after it, the last program would wait for them alone.
+    routed, is_expert, weights = _routed_weights(ids_ptr, weights_ptr, token, used, EXPERTS, CHOICES)
     # Every thread's part is stored before the arrival that announces it.
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals_ptr + token * TILES + tile, 1, used, sem="acq_rel")
-    choice = tl.arange(0, PADDED)
-    chosen = used[:, None] & (choice < CHOICES)[None, :]
-    ids = tl.load(ids_ptr + token[:, None] * CHOICES + choice[None, :], chosen, other=-1)
-    routed = tl.sum(((ids >= 0) & (ids < EXPERTS)).to(tl.int32), 1)
     complete = used & (arrived == routed * SPLITS - 1)
     if tl.max(complete.to(tl.int32), 0) > 0:
         write = (out_row < HIDDEN)[:, None] & complete[None, :]
         total = tl.zeros((out_row.shape[0], token.shape[0]), tl.float32)
-        for i in range(CHOICES):
-            pair = token * CHOICES + i
-            expert = tl.load(ids_ptr + pair, complete, other=-1)
-            is_expert = (expert >= 0) & (expert < EXPERTS)
-            # The weight of an id that is no expert may be anything.
-            weight = tl.load(weights_ptr + pair, is_expert, other=0.0).to(tl.float32)
-            add = write & is_expert[None, :]
+        for i in tl.static_range(CHOICES):
+            add = write & is_expert[i][None, :]
             for split in tl.static_range(SPLITS):
-                part = (pair * SPLITS + split)[None, :] * HIDDEN + out_row[:, None]
-                total += weight[None, :] * tl.load(parts_ptr + part, add, other=0.0, cache_modifier=".cg")
+                part = ((token * CHOICES + i) * SPLITS + split)[None, :] * HIDDEN + out_row[:, None]
+                total += weights[i][None, :] * tl.load(parts_ptr + part, add, other=0.0, cache_modifier=".cg")
         tl.store(out_ptr + token[None, :] * HIDDEN + out_row[:, None], total.to(out_ptr.dtype.element_ty), write)
 
 
@@ -101,7 +111,7 @@ def _tile(
         if not SEPARATE_SUM:
             _combine(
                 parts_ptr, out_ptr, ids_ptr, weights_ptr, arrivals_ptr, own_pair // CHOICES, used, out_row, tile,
-                HIDDEN, EXPERTS, CHOICES, PADDED, TILES, SPLITS,
+                HIDDEN, EXPERTS, CHOICES, TILES, SPLITS,
             )  # fmt: skip
 
 
@@ -125,21 +135,12 @@ def _down_kernel(
     if PDL and SEPARATE_SUM:
         tl.extra.cuda.gdc_launch_dependents()
     if program < tokens:
+        entry, weight, counted, _routed = statistics.token_choices(
+            ids_ptr, weights_ptr, slot_ptr, program, layer, layers, request_slots, counted_experts, EXPERTS, CHOICES,
+            PADDED,
+        )  # fmt: skip
         if PDL:
             tl.extra.cuda.gdc_wait()
-        entry, weight, counted, _routed = statistics.token_choices(
-            ids_ptr,
-            weights_ptr,
-            slot_ptr,
-            program,
-            layer,
-            layers,
-            request_slots,
-            counted_experts,
-            EXPERTS,
-            CHOICES,
-            PADDED,
-        )
         start = (program * CHOICES + tl.arange(0, PADDED)) * INTERMEDIATE
         norm = statistics.row_norms(h_ptr, start, counted, INTERMEDIATE)
         statistics.add_features(features_ptr, entry, weight, norm, counted, 1)

@@ -136,8 +136,7 @@ def _gate_up_kernel(
     """
     program = tl.program_id(0)
     if PDL:
-        if PLANNED:
-            tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_wait()
         # After the wait: what the next launch reads before its own wait is then complete, the plan for one.
         tl.extra.cuda.gdc_launch_dependents()
     if program < tokens:

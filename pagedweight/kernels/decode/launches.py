@@ -57,7 +57,7 @@ def decode_launches(
     if launches.config.separate_sum:
         order.append(launches.weighted_sum())
     if launches.config.early_launch:
-        for launch in order[1:]:
+        for launch in order:
             launch.arguments["launch_pdl"] = True
     return launches.out, order
 

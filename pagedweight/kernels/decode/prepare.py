@@ -21,6 +21,7 @@ def _prepare_kernel(
     """
     program = tl.program_id(0)
     if PDL:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if program < EXPERTS:
         slots.plan_expert(ids_ptr, plan_ptr, program, tokens * CHOICES, slot_count, EXPERTS, PAIRS, SLOTS, BINS, TOKENS)

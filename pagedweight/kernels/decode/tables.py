@@ -1,8 +1,7 @@
 """A row's table as decoder operands, per codebook; what does not fit an operand is a factor of the row's sum.
 
-`table_operands` serves decoders that make values, factor * decoded with decoded: lut16 the entry; lut8 byte - 64; cubic
-the polynomial; affine u + r, where u = code - 2^(b-1) is exact in 16 bits and r = offset / scale + 1/2, so that the
-scale itself is never rounded. `byte_line` serves those that leave bytes: values are factor * byte + shift.
+`table_operands` is what decoders look up: lut16's entries, lut8's bytes, cubic's coefficients. lut8 and affine leave
+bytes, and `byte_line` says what a row makes of them: values are factor * byte + shift.
 """
 
 # ruff: noqa: RUF005 - kernels join tuples with +; they cannot unpack them.
@@ -33,29 +32,6 @@ def _as_loaded(value, address, never):
     """`value`, by way of a load that never reads: an operand computed from row numbers would make the compiler move
     every decoded weight through shared memory, one that was loaded does not."""
     return tl.load(address.to(tl.pointer_type(tl.int64)) + tl.zeros_like(value), never, other=value)
-
-
-@triton.jit
-def _affine(address, row):
-    """(a, r, factor): values are factor * (a u + r)."""
-    pointer = address.to(tl.pointer_type(tl.float32)) + 2 * row
-    scale = tl.load(pointer)
-    offset = tl.load(pointer + 1)
-    flat = scale == 0.0
-    ratio = tl.where(flat, 1.0, offset / tl.where(flat, 1.0, scale) + 0.5)
-    return tl.where(flat, 0.0, 1.0), ratio, tl.where(flat, offset, scale)
-
-
-@triton.jit
-def row_factor(address, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr):
-    """fp32 (R,): what a row's sum is multiplied by."""
-    if CODEBOOK == "lut8":
-        ENTRY_WORDS: tl.constexpr = 2**BITS // 4
-        pointer = address.to(tl.pointer_type(tl.float32)) + row * (ENTRY_WORDS + 1)
-        return tl.load(pointer + ENTRY_WORDS)
-    else:
-        _a, _ratio, factor = _affine(address, row)
-        return factor
 
 
 @triton.jit
@@ -138,7 +114,9 @@ def byte_line(address, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr):
         factor = _lut16_peak(address, row, BITS) / LUT16_LARGEST
         return factor, factor * -LUT16_ZERO
     elif CODEBOOK == "lut8":
-        factor = row_factor(address, row, BITS, CODEBOOK)
+        ENTRY_WORDS: tl.constexpr = 2**BITS // 4
+        pointer = address.to(tl.pointer_type(tl.float32)) + row * (ENTRY_WORDS + 1)
+        factor = tl.load(pointer + ENTRY_WORDS)
         return factor, factor * -LUT8_ZERO
     else:
         pointer = address.to(tl.pointer_type(tl.float32)) + 2 * row
@@ -179,12 +157,6 @@ def table_operands(address, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr, BF1
             return (_as_loaded(address + row[:, None].to(tl.int64) * (2 * 2**BITS), address, row[:, None] < 0),)
     elif CODEBOOK == "lut8":
         return lut8_words(address, row, BITS)
-    elif CODEBOOK == "affine":
-        a, ratio, _factor = _affine(address, row[:, None])
-        if BF16 and BITS < 8:
-            return (_pair(a.to(tl.bfloat16)), _pair(ratio.to(tl.bfloat16)))
-        else:
-            return (_pair(a.to(tl.float16)), _pair(ratio.to(tl.float16)))
     else:
         pointer = address.to(tl.pointer_type(tl.float16)) + row[:, None] * 4
         return (

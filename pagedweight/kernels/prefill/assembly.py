@@ -19,13 +19,16 @@ STEPS = 4  # of a block
 _VALUES = 2  # registers of two values that one piece makes of a pair of words
 
 
-def table_registers(bits: int, codebook: str) -> int:
-    """Operands of a row's table, as `decode.tables.table_operands` makes them."""
-    if codebook == "lut16":
-        return {2: 4, 3: 4, 4: 8}.get(bits, 1)
-    if codebook == "lut8":
-        return {2: 2, 3: 2, 4: 4}[bits]
-    return {"affine": 2, "cubic": 4}[codebook]
+def has_line(codebook: str) -> bool:
+    """Whether operands are numbers and a row's values a line of them: its shift takes the sum of the row's input."""
+    return codebook in ("lut8", "affine")
+
+
+def number_bias(bits: int, codebook: str, bf16: bool) -> int:
+    """What operands of lut8 and affine have beyond the byte of `tables.byte_line`."""
+    if codebook == "affine" and bits == 8:
+        return 0 if bf16 else 1024 + 128
+    return 128 if bf16 else 1024
 
 
 def code_words(bits: int, codebook: str) -> int:
@@ -60,7 +63,7 @@ def values_program(bits: int, codebook: str, bf16: bool, step: int, side: int, h
     """(PTX, constraints), pack 2: `step_words` and the row's table operands to 2 registers of two values."""
     q = Program()
     count = len(step_words(bits, codebook, step))
-    registers = table_registers(bits, codebook)
+    registers = assembly.table_registers(bits, codebook)
     first = _VALUES + 2 * count
     table = [f"${first + 2 * i}" for i in range(registers)]
     words = [f"${_VALUES + 2 * i + side}" for i in range(count)]
@@ -70,8 +73,10 @@ def values_program(bits: int, codebook: str, bf16: bool, step: int, side: int, h
         outputs = _lut16_gather(q, words, table, bf16, half)
     elif codebook == "lut8":
         outputs = _lut8(q, words[0], bits, table, bf16, half)
+    elif codebook == "affine":
+        outputs = _affine(q, words, bits, bf16, half)
     else:
-        outputs = _polynomial(q, words, bits, table, bf16, half)
+        outputs = _cubic(q, words, bits, table, bf16, half)
     kind = "l" if codebook == "lut16" and bits > 4 else "r"
     return q.text(outputs), ",".join(["=r"] * _VALUES + ["r"] * (2 * count) + [kind] * (2 * registers))
 
@@ -99,29 +104,34 @@ def _lut16_gather(q: Program, words: Sequence[str], table: Sequence[str], bf16: 
 
 
 def _lut8(q: Program, word: str, bits: int, table: Sequence[str], bf16: bool, half: int) -> list[str]:
-    magic, bias = assembly._magic(bf16)
+    magic, _bias = assembly._magic(bf16)
     looked = q.permute(table[0], table[1], q.right(word, 16 * half))
     if bits == 4:
         flipped = q.right(q.emit("xor.b32", word, "0x88888888"), 16 * half)
         looked = q.emit("or.b32", looked, q.permute(table[2], table[3], flipped))
-    return [assembly._add(q, q.permute(looked, magic, order), -(bias + 64), bf16) for order in ("0x4240", "0x4341")]
+    return [q.permute(looked, magic, order) for order in ("0x4240", "0x4341")]
 
 
-def _polynomial(
+def _affine(q: Program, words: Sequence[str], bits: int, bf16: bool, half: int) -> list[str]:
+    narrow = bf16 and bits == 8  # bf16 holds the code, but not the code and a bias
+    magic, bias = assembly._magic(bf16 and not narrow)
+    numbers = [q.permute(word, magic, ("0x4140", "0x4342")[half]) for word in words]
+    if not narrow:
+        return numbers
+    return [assembly._to_bf16(q, assembly._add(q, number, -(bias + 128), False)) for number in numbers]
+
+
+def _cubic(
     q: Program, words: Sequence[str], bits: int, coefficients: Sequence[str], bf16: bool, half: int
 ) -> list[str]:
     middle = 1 << (bits - 1)
-    exact = bf16 and len(coefficients) == 2 and bits < 8
-    magic, bias = assembly._magic(exact)
-    scale = 1.0 if len(coefficients) == 2 else 1.0 / middle
+    magic, bias = assembly._magic(False)
+    scale, shift = (assembly._pair(value, False) for value in (1.0 / middle, -(bias + middle) / middle))
     outputs = []
     for word in words:
-        number = q.permute(word, magic, ("0x4140", "0x4342")[half])
-        u = assembly._fma(
-            q, number, assembly._pair(scale, exact), assembly._pair(-(bias + middle) * scale, exact), exact
-        )
+        u = assembly._fma(q, q.permute(word, magic, ("0x4140", "0x4342")[half]), scale, shift, False)
         value = coefficients[0]
         for coefficient in coefficients[1:]:
-            value = assembly._fma(q, value, u, coefficient, exact)
-        outputs.append(assembly._to_bf16(q, value) if bf16 and not exact else value)
+            value = assembly._fma(q, value, u, coefficient, False)
+        outputs.append(assembly._to_bf16(q, value) if bf16 else value)
     return outputs

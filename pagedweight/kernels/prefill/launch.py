@@ -9,6 +9,7 @@ import triton
 
 from pagedweight.kernels.call import Call
 from pagedweight.kernels.device_order import plane_geometry
+from pagedweight.kernels.prefill.assembly import has_line
 from pagedweight.kernels.prefill.config import PrefillConfig
 from pagedweight.kernels.prefill.down import _down_kernel
 from pagedweight.kernels.prefill.gate_up import _gate_up_kernel
@@ -57,16 +58,24 @@ def _arguments(call: Call, grouping: Grouping, config: PrefillConfig) -> dict[st
     }
 
 
-def gate_up_launch(call: Call, prepared: Prepared, config: PrefillConfig) -> tuple[torch.Tensor, ProductLaunch]:
-    """(sums of squares of h (pairs, row tiles), the launch that fills them and h)."""
+def gate_up_launch(
+    call: Call, prepared: Prepared, config: PrefillConfig
+) -> tuple[torch.Tensor, torch.Tensor | None, ProductLaunch]:
+    """(sums of squares of h (pairs, row tiles); sums of h, where a row's line needs them; the launch that fills them
+    and h)."""
     row_tiles = triton.cdiv(call.intermediate, config.rows // (1 + call.gated))
     squares = torch.empty(len(prepared.h), row_tiles, dtype=torch.float32, device=prepared.h.device)
+    totals = any(map(has_line, call.books))
+    sums = torch.empty_like(squares) if totals else None
     geometry = plane_geometry((1 + call.gated) * call.intermediate, call.x.shape[1], call.frame_bytes)
     arguments = _arguments(call, prepared.grouping, config) | {
         "x_ptr": prepared.x,
         "h_ptr": prepared.h,
+        "totals_ptr": prepared.totals,
         "squares_ptr": squares,
-        # Without a bias any pointer will do: it is not read.
+        # What is not needed is neither read nor written: any pointer will do.
+        "sums_ptr": sums if totals else squares,
+        "TOTALS": totals,
         "bias_ptr": call.bits if call.gate_up_bias is None else call.gate_up_bias,
         "BIAS": call.gate_up_bias is not None,
         "X_STRIDE": prepared.x.stride(0),
@@ -76,16 +85,19 @@ def gate_up_launch(call: Call, prepared: Prepared, config: PrefillConfig) -> tup
         "GATED": call.gated,
         "LIMIT": call.limit,
     }
-    return squares, ProductLaunch(_gate_up_kernel, len(prepared.grouping.tile_expert) * row_tiles, arguments)
+    return squares, sums, ProductLaunch(_gate_up_kernel, len(prepared.grouping.tile_expert) * row_tiles, arguments)
 
 
-def down_launch(call: Call, prepared: Prepared, config: PrefillConfig) -> tuple[torch.Tensor, ProductLaunch]:
-    """(y (pairs, H), not yet weighted; the launch that fills it)."""
+def down_launch(
+    call: Call, prepared: Prepared, totals: torch.Tensor, config: PrefillConfig
+) -> tuple[torch.Tensor, ProductLaunch]:
+    """(y (pairs, H), not yet weighted; the launch that fills it). totals: fp32 (pairs,) sums of h, where needed."""
     hidden = call.x.shape[1]
     y = prepared.h.new_empty(len(prepared.h), hidden)
     arguments = _arguments(call, prepared.grouping, config) | {
         "h_ptr": prepared.h,
         "y_ptr": y,
+        "totals_ptr": totals,
         "bias_ptr": call.bits if call.down_bias is None else call.down_bias,
         "BIAS": call.down_bias is not None,
         "FRAME_ROWS": plane_geometry(hidden, call.intermediate, call.frame_bytes).rows_per_frame,
@@ -113,9 +125,9 @@ def launch_prefill_moe(call: Call, config: PrefillConfig | None = None) -> torch
 def _launch_part(call: Call, config: PrefillConfig, out: torch.Tensor) -> None:
     ids, weights = call.expert_ids, call.expert_weights
     prepared = launch_prepare(call.x, ids, call.experts, call.intermediate, config.tokens)
-    squares, launch = gate_up_launch(call, prepared, config)
+    squares, sums, launch = gate_up_launch(call, prepared, config)
     launch.run()
-    y, launch = down_launch(call, prepared, config)
+    y, launch = down_launch(call, prepared, squares if sums is None else sums.sum(1), config)
     launch.run()
     launch_weighted_sum(y, ids, weights, out, call.experts)
     grouping = prepared.grouping

@@ -60,14 +60,15 @@ def _group_expert(
 
 @triton.jit
 def _spread_token(
-    x_ptr, spread_ptr, norms_ptr, h_ptr, token, stride_xt, stride_xk, CHOICES: tl.constexpr, K: tl.constexpr,
-    SPREAD: tl.constexpr, H_COLUMNS: tl.constexpr, H_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, spread_ptr, norms_ptr, totals_ptr, h_ptr, token, stride_xt, stride_xk, CHOICES: tl.constexpr,
+    K: tl.constexpr, SPREAD: tl.constexpr, H_COLUMNS: tl.constexpr, H_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     FULL: tl.constexpr = K // 512 * 512
     WIDTH: tl.constexpr = (K % 512 + 63) // 64 * 2
     SPREAD_WIDTH: tl.constexpr = 8 if WIDTH <= 8 else 16
     POSITIONS: tl.constexpr = FULL + 32 * SPREAD_WIDTH * (WIDTH > 0)
     squares = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, POSITIONS, BLOCK):
         position = first + tl.arange(0, BLOCK)
         within = position - FULL
@@ -79,7 +80,9 @@ def _spread_token(
             tl.store(spread_ptr + token * POSITIONS + position, x, mask=position < POSITIONS)
         x = x.to(tl.float32)
         squares += x * x
+        total += x
     tl.store(norms_ptr + token, tl.sqrt(tl.sum(squares, 0)))
+    tl.store(totals_ptr + token, tl.sum(total, 0))
     if H_STRIDE > H_COLUMNS:
         # Padding is multiplied by weights of padding columns: any finite number, times zero.
         TAIL: tl.constexpr = H_STRIDE - H_COLUMNS // 512 * 512
@@ -95,8 +98,8 @@ def _spread_token(
 
 @triton.jit(do_not_specialize=["n_pairs", "tiles"])
 def _prepare_kernel(
-    x_ptr, spread_ptr, norms_ptr, h_ptr, ids_ptr, pairs_ptr, first_ptr, last_ptr, tile_expert_ptr, tile_first_ptr,
-    n_pairs, tiles, stride_xt, stride_xk, stride_it, stride_ia,
+    x_ptr, spread_ptr, norms_ptr, totals_ptr, h_ptr, ids_ptr, pairs_ptr, first_ptr, last_ptr, tile_expert_ptr,
+    tile_first_ptr, n_pairs, tiles, stride_xt, stride_xk, stride_it, stride_ia,
     EXPERTS: tl.constexpr, CHOICES: tl.constexpr, K: tl.constexpr, SPREAD: tl.constexpr, H_COLUMNS: tl.constexpr,
     H_STRIDE: tl.constexpr, TOKENS: tl.constexpr, PAIR_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -109,21 +112,23 @@ def _prepare_kernel(
         )  # fmt: skip
     else:
         _spread_token(
-            x_ptr, spread_ptr, norms_ptr, h_ptr, (program - EXPERTS).to(tl.int64), stride_xt, stride_xk, CHOICES, K,
-            SPREAD, H_COLUMNS, H_STRIDE, BLOCK,
+            x_ptr, spread_ptr, norms_ptr, totals_ptr, h_ptr, (program - EXPERTS).to(tl.int64), stride_xt, stride_xk,
+            CHOICES, K, SPREAD, H_COLUMNS, H_STRIDE, BLOCK,
         )  # fmt: skip
 
 
 class Prepared(NamedTuple):
     """What the products take.
 
-    x: (T, H in operand order), the caller's own where that is its order. norms: fp32 (T,) 2-norms of the inputs.
+    x: (T, H in operand order), the caller's own where that is its order. norms, totals: fp32 (T,) 2-norms and sums of
+    the inputs.
     h: (T * A, I in operand order), zero at padding, else unwritten.
     """
 
     grouping: Grouping
     x: torch.Tensor
     norms: torch.Tensor
+    totals: torch.Tensor
     h: torch.Tensor
 
 
@@ -139,12 +144,13 @@ def launch_prepare(
     # Copies of 16 bytes need rows that begin at multiples of 16.
     spread = columns != operand_columns(columns) or not x.is_contiguous() or x.data_ptr() % 16 > 0
     stored = x.new_empty(tokens, operand_columns(columns)) if spread else x
-    norms = torch.empty(tokens, dtype=torch.float32, device=x.device)
+    norms, totals = (torch.empty(tokens, dtype=torch.float32, device=x.device) for _ in range(2))
     h = x.new_empty(pairs, operand_columns(intermediate))
     _prepare_kernel[(experts + tokens,)](
         x_ptr=x,
         spread_ptr=stored,
         norms_ptr=norms,
+        totals_ptr=totals,
         h_ptr=h,
         ids_ptr=expert_ids,
         pairs_ptr=grouping.pairs,
@@ -169,4 +175,4 @@ def launch_prepare(
         BLOCK=1024,
         num_warps=8,
     )
-    return Prepared(grouping, stored, norms, h)
+    return Prepared(grouping, stored, norms, totals, h)

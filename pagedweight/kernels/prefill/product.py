@@ -92,16 +92,18 @@ def _side_by_side(tensors, ROWS: tl.constexpr):
 def _table_operands(address, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr, BF16: tl.constexpr):
     if CODEBOOK == "lut16" and BITS > 4:
         return (address + row[:, None].to(gl.int64) * (2 * 2**BITS),)
+    elif CODEBOOK == "affine":
+        return ()
     else:
         return tables.table_operands(address, row, BITS, CODEBOOK, BF16)
 
 
 @gluon.jit
 def _copy_words(
-    words_smem, address_ptr, row, block, BITS: tl.constexpr, PLANE_FRAMES: tl.constexpr, FRAME_ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, WARPS: tl.constexpr,
+    words_smem, address_ptr, row, block, FIRST: tl.constexpr, LAST: tl.constexpr, PLANE_FRAMES: tl.constexpr,
+    FRAME_ROWS: tl.constexpr, COLUMNS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Start copying a block's words of every plane; row: (ROWS,) in the copy's layout."""
+    """Start copying a block's words of planes [FIRST, LAST); row: (ROWS,) in the copy's layout."""
     FULL: tl.constexpr = COLUMNS // 512
     TAIL: tl.constexpr = tail_words(COLUMNS)
     word = gl.arange(0, 16, layout=gl.SliceLayout(0, word_copy_layout(WARPS)))
@@ -117,7 +119,7 @@ def _copy_words(
     held = held[:, None] & (word >= 0)[None, :]
     if TAIL != 0:
         held = held & (word < width)[None, :]
-    for plane in tl.static_range(BITS):
+    for plane in tl.static_range(FIRST, LAST):
         address = gl.load(address_ptr + plane * PLANE_FRAMES + row // FRAME_ROWS)
         pointer = address.to(gl.pointer_type(gl.int32), bitcast=False)
         _copy(words_smem[plane], gl.multiple_of(pointer, 128)[:, None] + offset, held)
@@ -182,7 +184,7 @@ def tile_product(
     BITS: tl.constexpr, CODEBOOK: tl.constexpr, COLUMNS: tl.constexpr, PLANE_FRAMES: tl.constexpr,
     FRAME_ROWS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """fp32 (ROWS, TOKENS): rows of a linear-block times tokens, before the row factor.
+    """fp32 (ROWS, TOKENS): rows of a linear-block times tokens; for lut8 and affine, before the row's line.
 
     x_start, x_used: (TOKENS,) first element of a token's columns, in operand order; whether there is a token.
     copy_row, operand_row, narrow_row: the rows, in the layouts of the copy and of the operand's words.
@@ -192,7 +194,7 @@ def tile_product(
     STEPS: tl.constexpr = 4 * BLOCKS + 2 * (TAIL == 8)
     BF16: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
     operands = _table_operands(table, operand_row, BITS, CODEBOOK, BF16)
-    _copy_words(words_smem, address_ptr, copy_row, 0, BITS, PLANE_FRAMES, FRAME_ROWS, COLUMNS, WARPS)
+    _copy_words(words_smem, address_ptr, copy_row, 0, 0, BITS, PLANE_FRAMES, FRAME_ROWS, COLUMNS, WARPS)
     for ahead in tl.static_range(AHEAD):
         _copy_tokens(x_smem[ahead], x_ptr, x_start, x_used, ahead, COLUMNS, STEPS, WARPS)
         hopper.async_copy.commit_group()
@@ -210,11 +212,11 @@ def tile_product(
                 if piece == 0:
                     later = 4 * block + part + AHEAD
                     _copy_tokens(x_smem[(part + AHEAD) % STAGES], x_ptr, x_start, x_used, later, COLUMNS, STEPS, WARPS)
-                    if part == 0:
-                        # Every warp has taken its words of this block.
+                    if part < 2:
+                        # Every warp has taken its words of this block. Half the planes at a time: they come from far.
                         _copy_words(
-                            words_smem, address_ptr, copy_row, block + 1, BITS, PLANE_FRAMES, FRAME_ROWS, COLUMNS,
-                            WARPS,
+                            words_smem, address_ptr, copy_row, block + 1, part * BITS // 2, (part + 1) * BITS // 2,
+                            PLANE_FRAMES, FRAME_ROWS, COLUMNS, WARPS,
                         )  # fmt: skip
                     hopper.async_copy.commit_group()
                 # The product before this one is done, so that its weights' registers are free.

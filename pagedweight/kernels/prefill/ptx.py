@@ -33,6 +33,10 @@ _VALUES = tl.constexpr(
 )
 
 
+number_bias = triton.constexpr_function(assembly.number_bias)
+has_line = triton.constexpr_function(assembly.has_line)
+
+
 @triton.constexpr_function
 def _codes(bits, codebook, part):
     return _CODES.value[bits, codebook][part]

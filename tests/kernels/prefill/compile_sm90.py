@@ -42,8 +42,9 @@ def launches(widths: tuple[int, ...], codebooks: tuple[str, ...], tokens: int) -
     config = PrefillConfig(tokens=tokens)
     inputs = empty(8, operand_columns(HIDDEN), dtype=torch.bfloat16)
     h = empty(8, operand_columns(INTERMEDIATE), dtype=torch.bfloat16)
-    prepared = Prepared(grouping, inputs, empty(8, dtype=torch.float32), h)
-    return [gate_up_launch(call, prepared, config)[1], down_launch(call, prepared, config)[1]]
+    totals = empty(8, dtype=torch.float32)
+    prepared = Prepared(grouping, inputs, totals, totals, h)
+    return [gate_up_launch(call, prepared, config)[-1], down_launch(call, prepared, totals, config)[-1]]
 
 
 def compiled(launch: ProductLaunch) -> dict[str, object]:

@@ -3,7 +3,14 @@ from itertools import product
 import numpy as np
 import pytest
 
-from pagedweight.kernels.prefill.assembly import STEPS, code_words, codes_program, step_words, values_program
+from pagedweight.kernels.prefill.assembly import (
+    STEPS,
+    code_words,
+    codes_program,
+    number_bias,
+    step_words,
+    values_program,
+)
 from tests.kernels.decode.ptx_machine import float_halves, run_program
 from tests.kernels.decode.test_assembly import random_table, word_pair
 
@@ -17,6 +24,11 @@ def test_pieces_give_the_value_of_every_column(bits, codebook, bf16):
     rng = np.random.default_rng(bits)
     codes, planes = word_pair(bits, rng)
     values, operands, memory = random_table(bits, codebook, bf16, rng)
+    if codebook == "affine":  # codes as they are: the line is the row's
+        operands, code = [], np.arange(1 << bits) - (128 if bits == 8 else 0)
+        values = np.tile(code.astype(float) + number_bias(bits, codebook, bf16), (len(codes), 1))
+    elif codebook == "lut8":
+        values = values + 64 + number_bias(bits, codebook, bf16)
     words = [
         run_program(
             codes_program(bits, codebook)[0], {code_words(bits, codebook) + p: planes[p][w] for p in range(bits)}
@@ -34,4 +46,6 @@ def test_pieces_give_the_value_of_every_column(bits, codebook, bf16):
             column = 16 * side + 4 * step + 2 * half + number
             decoded[:, 2 * column], decoded[:, 2 * column + 1] = float_halves(outputs[number], bf16)
     expected = np.take_along_axis(values, codes, 1)
+    if codebook in ("lut8", "affine"):
+        assert np.array_equal(decoded, expected)
     assert np.abs(decoded - expected).max() <= (1e-2 if bf16 else 2e-3) * np.abs(expected).max()
