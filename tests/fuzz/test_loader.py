@@ -9,8 +9,6 @@ import gc
 import json
 import os
 import resource
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -269,23 +267,10 @@ def test_a_policy_names_no_expert_far_beyond_its_rows() -> None:
         PROBLEM.policy.replaced(blocks=blocks)
 
 
-_BOMB = """
-import resource, sys, tempfile
-from pathlib import Path
-from tests.fuzz.loaders import write_checkpoint
-from pagedweight.checkpoint import Checkpoint, CheckpointError
-folder = Path(tempfile.mkdtemp()); write_checkpoint(folder)
-shard = folder / "pagedweight" / "pages-00001.safetensors"
-shard.write_bytes((2**40).to_bytes(8, "little") + shard.read_bytes()[8:])
-used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, used + 2**27))
-try:
-    Checkpoint.open(folder)
-except CheckpointError as error:
-    print("refused:", error)
-"""
-
-
-def test_a_header_that_says_it_is_huge_is_not_made_room_for() -> None:
-    ran = subprocess.run([sys.executable, "-c", _BOMB], capture_output=True, text=True, timeout=120)
-    assert ran.stdout.startswith("refused:"), ran.stderr
+def test_a_header_that_says_it_is_huge_is_not_made_room_for(folder: Path, little_memory: None) -> None:
+    shard = folder / "pages-00001.safetensors"
+    content = shard.read_bytes()
+    for said in (2**40, 2**63, 2**64 - 1):
+        shard.write_bytes(said.to_bytes(8, "little") + content[8:])
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            Checkpoint.open(folder.parent)

@@ -44,9 +44,8 @@ def check_rows(out: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> Non
     assert (error <= TOLERANCES[dtype] * want[finite].abs().amax(1)).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_extreme_weights_are_what_arithmetic_makes_of_them(dtype: torch.dtype) -> None:
-    layer = placed()
+def test_extreme_weights_are_what_arithmetic_makes_of_them() -> None:
+    layer, dtype = placed(), torch.float32
     clean, batch = extreme(layer, dtype, 13)
     for run in (run_twin, run_kernel):
         plain = [tensor.cpu() for tensor in batch[:3]]
