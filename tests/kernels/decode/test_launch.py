@@ -262,3 +262,20 @@ def test_case_53_both_sides_of_the_largest_batch_agree():
     stats = RoutingStats.zeros(1, 1, 2, device=DEVICE)
     call = Call(*batch, **layer.layer.arguments(layer.tables, stats))
     assert_close(run(layer, few, MANY), launch_fused_moe(call, one_tile(layer.layer))[:-1], torch.float16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_captured_call_behind_a_copy_and_a_fill_waits_for_both(tokens):
+    layer = random_layer(MoeLayer(0, 6, 512, 352), (3,), ("lut8",), seed=24)
+    batch = random_batch(layer, tokens, 2, seed=25)
+    given, expected = batch.x.clone(), run(layer, batch)
+    graph, scratch = torch.cuda.CUDAGraph(), torch.empty(1 << 20, device=DEVICE)
+    with torch.cuda.graph(graph):
+        batch.x.copy_(given)
+        scratch.zero_()
+        out = run(layer, batch)
+        batch.x.fill_(0)  # too early, if the next call's first launch did not wait
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(out, expected)
