@@ -99,8 +99,10 @@ class Slab:
     def read(self) -> torch.Tensor:
         """(B, heads, tokens, head_dim), every token held, as a copy."""
         offset = self.start - self.first_column * self.tokens_per_frame
-        gathered = self._slots.index_select(0, self._index.flatten()).unflatten(0, self._index.shape)
-        return gathered.flatten(1, 2)[:, offset : offset + self.tokens].transpose(1, 2)
+        gathered = self._slots.index_select(0, self._index.flatten())
+        # One view: unflatten is Python, and this is called for every layer's K and V in every step.
+        tokens = gathered.view(len(self._index), self.columns * self.tokens_per_frame, *gathered.shape[2:])
+        return tokens[:, offset : offset + self.tokens].transpose(1, 2)
 
     def drop_before(self, start: int) -> None:
         """Forget tokens before `start` and give back the frames that only held such tokens."""
