@@ -89,7 +89,7 @@ def serve(*runs: dict[str, Any], in_process: bool = True, timeout: int = 500) ->
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for functions of serve.py that run on ranks
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # one thread each, as OMP_NUM_THREADS says
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1" if any("tensor_parallel_size" in run["llm"] for run in runs) else "auto",
     }
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("serve.py"))],
