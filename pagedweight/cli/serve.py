@@ -155,10 +155,12 @@ def _load(
         config = pagedweight.RuntimeConfig(budget_bytes=budget_bytes, trace_path=trace_path)
         with bars() as progress:
             model = load_checked(checkpoint, progress, config=config, device_map=device, dtype=dtype)
+            progress("compiling", 0, None)  # or the first request of every batch size would wait for its kernels
+            pagedweight.compile_kernels(model)
+            progress("compiling", 1, 1)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     except (ValueError, OSError) as error:
         raise fail(" ".join(str(error).split())) from error
-    pagedweight.compile_kernels(model)  # or the first request of every batch size would wait for its kernels
     batched = batching is Batching.CONTINUOUS
     called = name or checkpoint.resolve().name
     return Engine(model, tokenizer, called, batched=batched, batch_tokens=batch_tokens)
