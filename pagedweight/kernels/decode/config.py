@@ -35,7 +35,8 @@ class DecodeConfig:
     int8: products on int8 tensor cores, for lut8, affine, and lut16 up to 4 bits. early_launch: each launch starts
     while the one before it ends (programmatic dependent launch). prepared: a launch before the products groups pairs
     and makes digits even for one token, which otherwise makes its own. separate_sum: a last
-    launch adds up the parts of a token's output, instead of the down program that completes them.
+    launch adds up the parts of a token's output, instead of the down program that completes them. early_routing: that
+    program asks for the token's ids and weights while it waits for h, at some registers more through its product.
     """
 
     gate_up: ProductConfig
@@ -45,6 +46,7 @@ class DecodeConfig:
     early_launch: bool = False
     prepared: bool = False
     separate_sum: bool = False
+    early_routing: bool = False
 
 
 def takes_int8(codebook: str, bits: int) -> bool:
@@ -157,16 +159,21 @@ H200_ROWS = (
         DecodeConfig(_TWO_WARPS, ProductConfig(rows=64, splits=4), tokens=1, int8=True, prepared=True),
         every=True, most_tokens=1, large=True,
     ),
-    # Gemma, 4 bits: 19.5 us, against 22.7 with the last row below and 21.3 with 16 rows a program in gate_up. With more
-    # registers not all of its programs run at once: 22.1.
+    # Gemma, 4 bits: 19.6 us, against 22.7 with the last row below, 21.3 with 16 rows a program in gate_up, and 22.1
+    # with early_routing, whose registers keep its programs from running all at once.
     Row(
         DecodeConfig(_FEW_ROWS, ProductConfig(rows=32, splits=2, warps=2), tokens=1),
         every=True, most_tokens=1, narrow=True, uniform=True, least_widest=4,
     ),
-    # Several widths: 22.6 against 23.4 us with the row above and 23.7 with the one below.
+    # Several widths: 22.4 against 23.4 us with the row above and 23.7 with the last one; 21.5 with registers to spill
+    # none.
     Row(
-        DecodeConfig(_FEW_ROWS, ProductConfig(rows=16, splits=2, warps=1), tokens=1),
+        DecodeConfig(replace(_FEW_ROWS, registers=168), ProductConfig(rows=16, splits=2, warps=1), tokens=1),
         every=True, most_tokens=1, narrow=True, least_widest=4,
+    ),
+    # Gemma, 3 bits: 15.9 against 17.2 us with the row below.
+    Row(
+        DecodeConfig(_FEW_ROWS, _WHOLE_ROWS, tokens=1, early_routing=True), every=True, most_tokens=1, narrow=True,
     ),
     Row(DecodeConfig(_FEW_ROWS, _WHOLE_ROWS, tokens=1), most_tokens=1, narrow=True),
     # 15.3 against 16.7 us, Qwen, 6 bits; 15.0 against 15.3, mixed.

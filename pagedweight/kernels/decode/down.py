@@ -28,12 +28,10 @@ def _routed_weights(ids_ptr, weights_ptr, token, used, EXPERTS: tl.constexpr, CH
 
 @triton.jit
 def _combine(
-    parts_ptr, out_ptr, ids_ptr, weights_ptr, arrivals_ptr, token, used, out_row, tile,
-    HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr,
+    parts_ptr, out_ptr, arrivals_ptr, token, used, routed, is_expert, weights, out_row, tile,
+    HIDDEN: tl.constexpr, CHOICES: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Announce this program's parts; where a token's are all there, out = sum_a r_a sum_s part, in that order."""
-    # Asked for before the arrival: after it, the last program would wait for them alone.
-    routed, is_expert, weights = _routed_weights(ids_ptr, weights_ptr, token, used, EXPERTS, CHOICES)
     # Every thread's part is stored before the arrival that announces it.
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals_ptr + token * TILES + tile, 1, used, sem="acq_rel")
@@ -59,6 +57,7 @@ def _tile(
     SPLITS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr,
     INT8: tl.constexpr,
     ORDERS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, SEPARATE_SUM: tl.constexpr,
+    EARLY_ROUTING: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
     STEPS: tl.constexpr = (INTERMEDIATE + 512 * CHUNKS - 1) // (512 * CHUNKS)
@@ -78,6 +77,11 @@ def _tile(
         index = rows.operand_rows(ROWS * CHUNKS, WARPS, SINGLE)
         operand_row = tl.minimum(tile * ROWS + index // CHUNKS, HIDDEN - 1)
         frames = operands.plane_rows(address_ptr, operand_row, operands.item(WIDTHS, -1), PLANE_FRAMES, FRAME_ROWS)
+        used = token_column < pairs
+        if EARLY_ROUTING:
+            routed, is_expert, weights = _routed_weights(
+                ids_ptr, weights_ptr, own_pair // CHOICES, used, EXPERTS, CHOICES
+            )
         sums = tl.zeros((ROWS, TOKENS), tl.float32)
         for i in tl.static_range(len(WIDTHS)):
             if committed == WIDTHS[i]:
@@ -104,14 +108,18 @@ def _tile(
             # Once for every pair: by the program with the first columns.
             bias = tl.load(bias_ptr + expert * HIDDEN + row, row * 0 + split == 0, other=0.0)
             sums += bias.to(tl.float32)[:, None]
-        used = token_column < pairs
         out_row = tile * ROWS + tl.arange(0, ROWS)
         part = (own_pair * SPLITS + split)[None, :] * HIDDEN + out_row[:, None]
         tl.store(parts_ptr + part, sums, used[None, :] & (out_row < HIDDEN)[:, None])
         if not SEPARATE_SUM:
+            if not EARLY_ROUTING:
+                # Before the arrival at the latest: after it, the last program would wait for them alone.
+                routed, is_expert, weights = _routed_weights(
+                    ids_ptr, weights_ptr, own_pair // CHOICES, used, EXPERTS, CHOICES
+                )
             _combine(
-                parts_ptr, out_ptr, ids_ptr, weights_ptr, arrivals_ptr, own_pair // CHOICES, used, out_row, tile,
-                HIDDEN, EXPERTS, CHOICES, TILES, SPLITS,
+                parts_ptr, out_ptr, arrivals_ptr, own_pair // CHOICES, used, routed, is_expert, weights, out_row, tile,
+                HIDDEN, CHOICES, TILES, SPLITS,
             )  # fmt: skip
 
 
@@ -125,6 +133,7 @@ def _down_kernel(
     SPLITS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr,
     INT8: tl.constexpr,
     ORDERS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, SEPARATE_SUM: tl.constexpr,
+    EARLY_ROUTING: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS output rows of one slot's expert over one of SPLITS column ranges, or one token's statistics.
 
@@ -153,4 +162,5 @@ def _down_kernel(
             item % SPLITS,
             HIDDEN, INTERMEDIATE, EXPERTS, CHOICES, PADDED, PLANES, PLANE_FRAMES, FRAME_ROWS, WIDTHS, CODEBOOKS,
             ROWS, CHUNKS, TOKENS, SPLITS, STAGES, WARPS, PLANNED, PTX, INT8, ORDERS, BIAS, PDL, SEPARATE_SUM,
+            EARLY_ROUTING,
         )  # fmt: skip

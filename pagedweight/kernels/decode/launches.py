@@ -231,6 +231,7 @@ class _Launches:
             "FRAME_ROWS": plane_geometry(self.hidden, call.intermediate, call.frame_bytes).rows_per_frame,
             "SPLITS": product.splits,
             "SEPARATE_SUM": self.config.separate_sum,
+            "EARLY_ROUTING": self.config.early_routing and not self.config.separate_sum,
         }
         arguments |= self._bias(call.down_bias)
         return Launch(_down_kernel, (self.tokens + self.slots * self.down_tiles * product.splits,), arguments)

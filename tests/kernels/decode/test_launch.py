@@ -82,7 +82,11 @@ def test_foreign_and_repeated_ids_case_51(id_type):
     assert torch.equal(out[1], torch.zeros_like(out[1]))
 
 
-@pytest.mark.parametrize("config", [ONE, MANY, replace(MANY, separate_sum=True)], ids=["one", "many", "apart"])
+@pytest.mark.parametrize(
+    "config",
+    [ONE, replace(ONE, early_routing=True), MANY, replace(MANY, early_routing=True), replace(MANY, separate_sum=True)],
+    ids=["one", "one-early", "many", "many-early", "apart"],
+)
 def test_the_weight_of_an_id_that_is_no_expert_may_be_anything(config):
     layer = random_layer(MoeLayer(0, 3, 64, 48), (3,), seed=5)
     batch = random_batch(layer, config.tokens, 2, seed=6)
