@@ -140,7 +140,7 @@ def change_header(path: Path, rng: random.Random) -> str:
     length = int.from_bytes(content[:8], "little")
     if rng.random() < 0.1:
         said = rng.choice([0, 1, length - 1, length + 8, len(content), 2**31, 2**63 - 1, 2**64 - 1])
-        path.write_bytes(max(0, said).to_bytes(8, "little") + content[8:])
+        path.write_bytes((max(0, said) % 2**64).to_bytes(8, "little") + content[8:])
         return f"length {said}"
     text, did = _changed(content[8 : 8 + length].decode(), rng)
     head = text.encode()
