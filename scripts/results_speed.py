@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from bench.e2e.throughput_peers import MARLIN, NO_TIME
@@ -12,7 +12,7 @@ MODELS = {"qwen": "Qwen1.5-MoE-A2.7B", "mixtral": "Mixtral-8x7B"}
 # fast: lines at 5 and 6 bits
 TABLES = {"lut16": "16-bit tables", "fast": "byte tables"}
 TABLES |= {f"{name} from 2 bits": f"{text}, from 2 bits" for name, text in TABLES.items()}
-BARS = {"qwen": ((1, 3), (4, 4))}  # batch and width that the paper compares
+BARS = ((1, 3), (4, 4), (16, 4), (64, 4))  # batch and width; the paper compares the first two
 PEERS = {NO_TIME: "the limit: no experts at all", MARLIN: "4 bits, vLLM Marlin"}
 
 
@@ -24,10 +24,10 @@ def throughput(record: Mapping[str, Any]) -> Lines:
     yield f"### {'; '.join([title, *(text for name, text in kinds if record.get(name))])}"
     yield ""
     yield from speeds("experts, every step one graph", [*record["dense"], *record.get("paged", [])])
-    yield from beside(bar for bar in record.get("bars", []) if (bar["batch"], bar["width"]) in BARS.get(model, ()))
+    yield from beside([bar for bar in record.get("bars", []) if (bar["batch"], bar["width"]) in BARS])
     if record.get("generate"):
         yield from speeds("called by generate, no graphs", record["generate"])
-        yield from beside(generate_bars(record, BARS.get(model, ())))
+        yield from beside(generate_bars(record))
     mixed = [row for row in record.get("paged", []) if "slower_than_uniform" in row]
     if mixed:
         yield "Mixed widths beside the uniform width of the same bytes, in turns: " + "; ".join(
@@ -60,7 +60,9 @@ def speeds(title: str, rows: Iterable[Mapping[str, Any]]) -> Lines:
     )
 
 
-def beside(bars: Iterable[Mapping[str, Any]]) -> Lines:
+def beside(bars: Sequence[Mapping[str, Any]]) -> Lines:
+    if not bars:
+        return
     yield from table(
         ["beside", "memory saved", "times tokens/s"],
         (
@@ -74,7 +76,7 @@ def beside(bars: Iterable[Mapping[str, Any]]) -> Lines:
     )
 
 
-def generate_bars(record: Mapping[str, Any], wanted: Iterable[tuple[int, int]]) -> list[dict[str, Any]]:
+def generate_bars(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What generate calls at a width, and then graphs at that width, beside what it calls in bf16."""
     called = record["generate"]
     rows = [(row, "generate") for row in called if "width" in row]
@@ -86,7 +88,7 @@ def generate_bars(record: Mapping[str, Any], wanted: Iterable[tuple[int, int]]) 
             "memory_saved": 1 - row["peak_reserved_bytes"] / max(1, other["peak_reserved_bytes"]),
             "times_tokens_per_second": row["tokens_per_second"] / other["tokens_per_second"],
         }
-        for batch, width in wanted
+        for batch, width in BARS
         for other in called
         for row, how in rows
         if "width" not in other and other["batch"] == row["batch"] == batch and row["width"] == width
