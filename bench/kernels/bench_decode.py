@@ -236,6 +236,7 @@ def describe(config: DecodeConfig) -> str:
         return f"r{p.rows}c{p.chunks}k{p.splits}w{p.warps}s{p.stages}" + (f"m{p.registers}" if p.registers else "")
 
     marks = {"int8": config.int8, "prepared": config.prepared, "pdl": config.early_launch, "sum": config.separate_sum}
+    marks["early"] = config.early_routing
     flags = "".join(f" {name}" for name, on in marks.items() if on)
     return f"t{config.tokens} {one(config.gate_up)} / {one(config.down)}{flags}"
 
