@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "cases.md"
+RESULTS = ROOT / "bench" / "results"
 HEAD = """# Faults that are looked for
 
 Users of other quantized MoE models, pagers and KV caches met these faults in public. Each row is one kind; the tests
@@ -170,13 +172,42 @@ def by_row() -> dict[int, list[Test]]:
     return found
 
 
+def noticed() -> list[str]:
+    """What the records of mutants and of coverage say."""
+    mutants = json.loads((RESULTS / "mutants.json").read_text(encoding="utf-8"))
+    counts, share = mutants["summary"], 100 * mutants["summary"]["killed_share"]
+    lines = [
+        "## How much the tests notice",
+        "",
+        "One place of pagedweight/runtime is changed at a time, the places drawn at random; what the runtime's tests",
+        "miss stands in `bench/results/mutants.json` with its reason.",
+        "",
+        "| changed | noticed | missed | of these: change nothing | run on a CUDA device alone |",
+        "| ---: | ---: | ---: | ---: | ---: |",
+        f"| {counts['mutants']} | {share:.1f} % | {counts['survived']} | {counts['equivalent']} | {counts['gpu_only']} |",
+        "",
+        f"`{mutants['command']}`",
+        "",
+    ]
+    if (RESULTS / "coverage.json").exists():
+        seen = json.loads((RESULTS / "coverage.json").read_text(encoding="utf-8"))
+        lines += [
+            f"Of pagedweight's lines the CPU tests reach {100 * seen['total']['share']:.1f} %, kernels interpreted; by file in",
+            "`bench/results/coverage.json`.",
+            "",
+            f"`{seen['command']}`",
+            "",
+        ]
+    return lines
+
+
 def page() -> str:
     found, lines = by_row(), [HEAD]
     for title, kinds in KINDS.items():
         lines += [f"## {title}", "", "| row | kind | tests |", "| ---: | --- | --- |"]
         lines += [f"| {number} | {kind} | {'<br>'.join(map(str, found[number]))} |" for number, kind in kinds.items()]
         lines += [""]
-    return "\n".join(lines)
+    return "\n".join([*lines, *noticed()])
 
 
 if __name__ == "__main__":

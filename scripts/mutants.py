@@ -32,7 +32,11 @@ KILLED = ("killed", "timeout")
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     verdicts = Counter(record["verdict"] for record in records)
     killed = sum(verdicts[verdict] for verdict in KILLED)
-    return {"mutants": len(records), **dict(sorted(verdicts.items())), "killed_share": round(killed / len(records), 4)}
+    return {
+        "mutants": len(records),
+        **dict(sorted(verdicts.items())),
+        "killed_share": round(killed / max(1, len(records)), 4),
+    }
 
 
 def write(path: Path, options: argparse.Namespace, records: list[dict[str, Any]]) -> None:
