@@ -175,7 +175,8 @@ def by_row() -> dict[int, list[Test]]:
 def noticed() -> list[str]:
     """What the records of mutants and of coverage say."""
     mutants = json.loads((RESULTS / "mutants.json").read_text(encoding="utf-8"))
-    counts, share = mutants["summary"], 100 * mutants["summary"]["killed_share"]
+    counts = mutants["summary"]
+    row = [f"{100 * counts['killed_share']:.1f} %", *(counts[key] for key in ("survived", "equivalent", "gpu_only"))]
     lines = [
         "## How much the tests notice",
         "",
@@ -184,7 +185,7 @@ def noticed() -> list[str]:
         "",
         "| changed | noticed | missed | of these: change nothing | run on a CUDA device alone |",
         "| ---: | ---: | ---: | ---: | ---: |",
-        f"| {counts['mutants']} | {share:.1f} % | {counts['survived']} | {counts['equivalent']} | {counts['gpu_only']} |",
+        f"| {' | '.join(map(str, [counts['mutants'], *row]))} |",
         "",
         f"`{mutants['command']}`",
         "",
@@ -192,8 +193,8 @@ def noticed() -> list[str]:
     if (RESULTS / "coverage.json").exists():
         seen = json.loads((RESULTS / "coverage.json").read_text(encoding="utf-8"))
         lines += [
-            f"Of pagedweight's lines the CPU tests reach {100 * seen['total']['share']:.1f} %, kernels interpreted; by file in",
-            "`bench/results/coverage.json`.",
+            f"Of pagedweight's lines the CPU tests reach {100 * seen['total']['share']:.1f} %, kernels interpreted;",
+            "by file in `bench/results/coverage.json`.",
             "",
             f"`{seen['command']}`",
             "",
