@@ -52,7 +52,7 @@ class TransferEngine(Protocol):
         ...
 
     def upload(self, values: np.ndarray) -> torch.Tensor:
-        """The values on the arena's device, for what is launched between this call and the next upload."""
+        """The values on the arena's device, there for what is launched next."""
         ...
 
     def relocate(self, sources: np.ndarray, targets: np.ndarray) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -13,18 +12,18 @@ from pagedweight.runtime.frames import Arena
 from pagedweight.runtime.transfer import FrameCopy, Ticket
 from pagedweight.runtime.transfer_batch import DriverCopies, Pieces, pieces_of
 
-# One of two staging buffers: long enough that launches cost little beside the copy, short enough that little is left
+# A half of the staging memory: long enough that launches cost little beside the copy, short enough that little is left
 # to spread once the last bytes have crossed the bus.
 _STAGING_BYTES = 32 * 2**20
 # A piece keeps a copy engine 2 to 3 us longer than its bytes take: two at a time hide that behind one another.
 _COPY_STREAMS = 2
 # Tables that lowered widths wait for: some 90 KiB each, a hundred at a boundary.
 _WRITING_BYTES = 8 * 2**20
-# Rows of the page table and frame ids: under 1 KiB for each row that a boundary moves. So many that none is wanted
-# again before the forward behind its readers has ended.
-_UPLOAD_BYTES, _UPLOAD_BUFFERS = 2**16, 8
-# An arena is at least so many buffers: what lies beside it is not in its accounts.
-_LEAST_BUFFERS, _LEAST_UPLOAD_BUFFERS = 128, 4096
+# An arena is at least so many halves: what lies beside it is not in its accounts.
+_LEAST_HALVES = 128
+# Rows of the page table and frame ids that cross beside a forward: under 1 KiB for each row that a boundary moves. What
+# is larger, in itself or beside its arena, would keep memory from the allocator for long.
+_UPLOAD_BYTES, _LEAST_UPLOADS = 2**16, 4096
 _WORD = torch.complex128  # frames spread 16 bytes at a time
 
 
@@ -49,7 +48,7 @@ class _EventTicket:
         return 0.0 if self._began is None else self._began.elapsed_time(self._event) / 1e3
 
 
-class _Buffer:
+class _Half:
     """(frames, words) of staging memory; `free` is the event after which it may be overwritten."""
 
     def __init__(self, rows: torch.Tensor) -> None:
@@ -61,29 +60,24 @@ class _Buffer:
 
 
 class _Staging:
-    """Buffers beside the arena, used in turn; made when they are first wanted."""
+    """Two halves of memory beside the arena, used in turn; made when they are first wanted."""
 
-    def __init__(self, arena: Arena, most_bytes: int, least_buffers: int = _LEAST_BUFFERS, count: int = 2) -> None:
-        self.buffer_frames = max(1, min(most_bytes // arena.frame_bytes, arena.frames // least_buffers))
-        self.buffer_bytes = self.buffer_frames * arena.frame_bytes
-        self._shape = (count, self.buffer_frames, arena.frame_bytes // _WORD.itemsize)
+    def __init__(self, arena: Arena, most_bytes: int) -> None:
+        self.half_frames = max(1, min(most_bytes // arena.frame_bytes, arena.frames // _LEAST_HALVES))
+        self.half_bytes = self.half_frames * arena.frame_bytes
+        self._shape = (2, self.half_frames, arena.frame_bytes // _WORD.itemsize)
         self._device = arena.memory.device
-        self._buffers: deque[_Buffer] = deque()
+        self._halves: list[_Half] = []
 
-    def next_buffer(self, streams: Sequence[torch.cuda.Stream]) -> _Buffer:
-        """The buffer that was handed out longest ago; what comes next on the streams may overwrite it."""
-        if not self._buffers:
+    def next_half(self, streams: Sequence[torch.cuda.Stream]) -> _Half:
+        """The half that has been in use for longer; what comes next on the streams may overwrite it."""
+        if not self._halves:
             with torch.inference_mode(False):  # or only what runs there could write to them
-                self._buffers.extend(map(_Buffer, torch.empty(self._shape, dtype=_WORD, device=self._device)))
-        self._buffers.rotate()
+                self._halves = [_Half(rows) for rows in torch.empty(self._shape, dtype=_WORD, device=self._device)]
+        self._halves.reverse()
         for stream in streams:
-            stream.wait_event(self._buffers[0].free)
-        return self._buffers[0]
-
-    @property
-    def last_buffer(self) -> _Buffer:
-        """The one that was handed out before the present one."""
-        return self._buffers[1]
+            stream.wait_event(self._halves[0].free)
+        return self._halves[0]
 
 
 class CudaEngine:
@@ -91,7 +85,7 @@ class CudaEngine:
 
     Pages pass through a staging buffer on the device: a copy has a cost of its own that frames of a few KiB cannot
     carry, so host bytes that lie together cross the bus together and one kernel spreads the frames, while the next
-    bytes already cross into another buffer. What is written for the next forward has buffers and a stream of its own:
+    bytes already cross into the other half. What is written for the next forward has a buffer and a stream of its own:
     behind pages on their way in it would hold that forward up.
     """
 
@@ -111,8 +105,8 @@ class CudaEngine:
         self._copies = DriverCopies(batched=batched)
         self._staging = _Staging(arena, staging_bytes)
         self._writing = _Staging(arena, _WRITING_BYTES)
-        self._uploads = _Staging(arena, _UPLOAD_BYTES, _LEAST_UPLOAD_BUFFERS, _UPLOAD_BUFFERS)
         self._written: list[_EventTicket] = []
+        self._most_upload_bytes = min(_UPLOAD_BYTES, arena.memory.numel() // _LEAST_UPLOADS)
 
     def copy_in(self, copies: Sequence[FrameCopy]) -> Ticket:
         began = torch.cuda.Event(enable_timing=True)
@@ -132,13 +126,13 @@ class CudaEngine:
             self._spread_stream.wait_stream(torch.cuda.current_stream(self._device))
             for frames, host in copies:
                 ids = self._on_device(frames, self._spread_stream)
-                parts = host.split(self._staging.buffer_bytes)
-                for part, target in zip(ids.split(self._staging.buffer_frames), parts, strict=True):
-                    buffer = self._staging.next_buffer([self._spread_stream])
+                parts = host.split(self._staging.half_bytes)
+                for part, target in zip(ids.split(self._staging.half_frames), parts, strict=True):
+                    half = self._staging.next_half([self._spread_stream])
                     with torch.cuda.stream(self._spread_stream):
-                        torch.index_select(self._words, 0, part, out=buffer.rows[: len(part)])
-                        target.view(_WORD).view(len(part), -1).copy_(buffer.rows[: len(part)], non_blocking=True)
-                    buffer.free.record(self._spread_stream)
+                        torch.index_select(self._words, 0, part, out=half.rows[: len(part)])
+                        target.view(_WORD).view(len(part), -1).copy_(half.rows[: len(part)], non_blocking=True)
+                    half.free.record(self._spread_stream)
             return _EventTicket(self._spread_stream, (host for _, host in copies))
 
     def fence(self) -> Ticket:
@@ -156,17 +150,13 @@ class CudaEngine:
 
     def upload(self, values: np.ndarray) -> torch.Tensor:
         compute = torch.cuda.current_stream(self._device)
-        if values.nbytes > self._uploads.buffer_bytes:
+        if values.nbytes > self._most_upload_bytes:
             return self._on_device(values, compute)
         # Crosses beside the forward that is running: behind it, the next one would wait for the bus.
-        buffer = self._uploads.next_buffer([self._write_stream])
-        self._uploads.last_buffer.free.record(compute)
-        given = torch.from_numpy(values)
-        there = buffer.rows.view(torch.uint8).flatten()[: values.nbytes].view(given.dtype).view(given.shape)
-        with torch.cuda.stream(self._write_stream):
-            there.copy_(given.pin_memory(), non_blocking=True)
+        values_there = self._on_device(values, self._write_stream)
         compute.wait_stream(self._write_stream)
-        return there
+        values_there.record_stream(compute)
+        return values_there
 
     def relocate(self, sources: np.ndarray, targets: np.ndarray) -> None:
         ids = self.upload(np.stack([sources, targets]))
@@ -189,20 +179,20 @@ class CudaEngine:
         spreading: torch.cuda.Stream,
         began: torch.cuda.Event | None = None,
     ) -> None:
-        """Host bytes to a staging buffer on streams that share its pieces, from there to the frames `ids`
+        """Host bytes to a half of the staging memory on streams that share its pieces, from there to the frames `ids`
         on another; began: recorded where the first bytes start."""
-        batch_of = pieces.start // staging.buffer_bytes
-        for number, part in enumerate(ids.split(staging.buffer_frames)):
-            buffer, batch = staging.next_buffer(copying), np.flatnonzero(batch_of == number)
+        batch_of = pieces.start // staging.half_bytes
+        for number, part in enumerate(ids.split(staging.half_frames)):
+            half, batch = staging.next_half(copying), np.flatnonzero(batch_of == number)
             if began is not None and not number:
                 began.record(copying[0])
             for at, stream in enumerate(copying[: len(batch)]):
                 shared = Pieces(*(values[batch[at :: len(copying)]] for values in pieces))
-                self._copies.copy_pieces(buffer.address - number * staging.buffer_bytes, shared, stream)
+                self._copies.copy_pieces(half.address - number * staging.half_bytes, shared, stream)
                 spreading.wait_stream(stream)
             with torch.cuda.stream(spreading):
-                self._words.index_copy_(0, part, buffer.rows[: len(part)])
-            buffer.free.record(spreading)
+                self._words.index_copy_(0, part, half.rows[: len(part)])
+            half.free.record(spreading)
 
     def _pieces(self, copies: Sequence[FrameCopy], staging: _Staging) -> tuple[list[torch.Tensor], Pieces]:
         """The copies' bytes in page-locked memory, and where they lie."""
@@ -212,7 +202,7 @@ class CudaEngine:
         if not all(locked):
             hosts = [host if is_locked else host.pin_memory() for host, is_locked in zip(hosts, locked, strict=True)]
             places = _places(hosts)
-        return hosts, pieces_of(*places.T, staging.buffer_bytes)
+        return hosts, pieces_of(*places.T, staging.half_bytes)
 
     def _on_device(self, frames: np.ndarray, stream: torch.cuda.Stream) -> torch.Tensor:
         """Frame ids on the device, there for what comes next on the stream."""

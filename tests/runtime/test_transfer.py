@@ -154,17 +154,17 @@ def test_tables_for_the_next_forward_are_read_by_it_and_not_by_the_last_one():
 
 @pytest.mark.gpu
 def test_staging_memory_that_was_another_tensors_waits_for_that_ones_last_reader():
-    """Whichever copy makes it: here one out, which takes one buffer, before one in, which takes both."""
+    """Whichever copy makes it: here one out, which takes one half, before one in, which takes both."""
     _, engine = make("cuda", frames=4096)
     page, room = random_page(64, pinned=True), random_page(1, pinned=True)
-    other = torch.full((2 * engine._staging.buffer_bytes,), 7, dtype=torch.uint8, device="cuda")
+    other = torch.full((2 * engine._staging.half_bytes,), 7, dtype=torch.uint8, device="cuda")
     address = other.data_ptr()
     torch.cuda._sleep(200_000_000)
     read_late = other.clone()
     del other
     engine.copy_out([FrameCopy(np.arange(1), room)])
     engine.copy_in([FrameCopy(np.arange(64), page)])
-    assert min(buffer.address for buffer in engine._staging._buffers) == address
+    assert min(half.address for half in engine._staging._halves) == address
     assert (read_late == 7).all()
     engine.close()
 
@@ -172,7 +172,7 @@ def test_staging_memory_that_was_another_tensors_waits_for_that_ones_last_reader
 @pytest.mark.parametrize("device", engines())
 def test_uploaded_values_are_what_the_next_kernel_reads_and_stay_so(device):
     """Behind a late kernel, and while the memory of values that nobody names any more goes to the next ones."""
-    _, engine = make(device)
+    _, engine = make(device, frames=2**14)
     sums = []
     for turn in range(50):
         if device == "cuda":

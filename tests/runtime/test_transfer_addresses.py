@@ -80,6 +80,7 @@ def without_cuda():
             patch.setattr(torch.cuda, name, stand_in)
         patch.setattr(torch.Tensor, "pin_memory", pin_memory)
         patch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.untyped_storage().nbytes() > 10**5)
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         patch.setattr(transfer_cuda, "DriverCopies", Driver)
         yield made
 
@@ -94,7 +95,7 @@ pages = st.lists(st.tuples(st.integers(1, 25), st.sampled_from([0, 1, None])), m
 
 
 @given(pages, st.integers(1, 40), st.integers(1, 3), st.booleans(), st.randoms(use_true_random=False))
-def test_every_piece_lies_in_a_page_and_in_staging_and_every_byte_arrives(picked, buffer_frames, streams, now, random):
+def test_every_piece_lies_in_a_page_and_in_staging_and_every_byte_arrives(picked, half_frames, streams, now, random):
     chunks = [torch.randint(0, 256, (900 * FRAME_BYTES,), dtype=torch.uint8) for _ in range(2)]
     hosts = []
     for count, where in picked:
@@ -104,20 +105,20 @@ def test_every_piece_lies_in_a_page_and_in_staging_and_every_byte_arrives(picked
         hosts.append(page if where is None else chunks[where][at : at + size])
     places = np.split(np.array(random.sample(range(FRAMES), FRAMES)), np.cumsum([count for count, _ in picked]))[:-1]
     with without_cuda() as made, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer_cuda, "_LEAST_BUFFERS", 1)
-        patch.setattr(transfer_cuda, "_WRITING_BYTES", buffer_frames * FRAME_BYTES)
+        patch.setattr(transfer_cuda, "_LEAST_HALVES", 1)
+        patch.setattr(transfer_cuda, "_WRITING_BYTES", half_frames * FRAME_BYTES)
         arena = Arena(FRAMES * FRAME_BYTES, FRAME_BYTES)
         arena.memory.fill_(0xA5)
-        engine = CudaEngine(arena, buffer_frames * FRAME_BYTES, streams)
+        engine = CudaEngine(arena, half_frames * FRAME_BYTES, streams)
         before = len(made)
         copies = [FrameCopy(*copy) for copy in zip(places, hosts, strict=True)]
         ticket = engine.write_now(copies) if now else engine.copy_in(copies)
         staging = engine._writing if now else engine._staging
-        buffers = [(one.address, one.rows.numel() * one.rows.element_size()) for one in staging._buffers]
+        halves = [(half.address, half.rows.numel() * half.rows.element_size()) for half in staging._halves]
         alive = [page for page in (ref() for ref in made[before:]) if page is not None]
         locked = [(memory.data_ptr(), memory.numel()) for memory in [*chunks, *alive]]
         for target, source, size in engine._copies.asked:
-            assert inside((target, size), buffers)
+            assert inside((target, size), halves)
             assert inside((source, size), locked)
         del alive
         assert sum(size for _, _, size in engine._copies.asked) == sum(map(len, hosts))
@@ -138,8 +139,8 @@ def test_buffers_made_inside_inference_mode_serve_outside():
         with torch.inference_mode():
             engine.copy_in([copy])
             engine.write_now([copy])
-        for turn in range(2 * transfer_cuda._UPLOAD_BUFFERS):
-            assert int(engine.upload(np.array([turn]))) == turn
+        for size in (1, 10_000):
+            assert engine.upload(np.arange(size)).tolist() == list(range(size))
         engine.write_now([copy])
         engine.copy_out([FrameCopy(copy.frames, room)])
         assert torch.equal(room, page)
