@@ -49,9 +49,9 @@ def test_the_machine_that_everything_was_measured_on_is_good() -> None:
         (with_packages(triton="3.3.1"), "triton", BAD, "3.4"),
         (with_packages(triton="3.7.0"), "triton", NOTE, "triton==3.6.0"),  # not the one torch asks for
         (with_packages(triton="3.5.0"), "GPU 0", NOTE, "3.6"),  # prefill kernels need a later one
-        (with_packages(vllm="0.32.0"), "vllm", GOOD, ""),
+        (with_packages(vllm="0.33.0"), "vllm", GOOD, ""),
         (with_packages(vllm="0.20.0"), "vllm", BAD, "VLLM_PLUGINS"),
-        (with_packages(vllm="0.33.0"), "vllm", BAD, "install one of these"),
+        (with_packages(vllm="0.34.0"), "vllm", BAD, "install one of these"),
         (HOPPER._replace(gpus=(Gpu("V100", (7, 0), 2**34),)), "GPU 0", BAD, "7.5"),
         (HOPPER._replace(gpus=(Gpu("T4", (7, 5), 2**34),)), "GPU 0", NOTE, "float16"),
         (HOPPER._replace(gpus=(Gpu("A100", (8, 0), 2**36),)), "GPU 0", NOTE, "portable"),
