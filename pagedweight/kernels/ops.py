@@ -29,9 +29,13 @@ def fused_moe(*arguments: Any, **named: Any) -> torch.Tensor:
     pass.
     """
     call = Call(*arguments, **named)
-    if torch.is_grad_enabled() and (call.x.requires_grad or call.expert_weights.requires_grad):
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in _differentiable(call)):
         return _WithoutGradient.apply(*call)
     return torch.ops.pagedweight.fused_moe.default(*call)
+
+
+def _differentiable(call: Call) -> tuple[torch.Tensor | None, ...]:
+    return call.x, call.expert_weights, call.gate_up_bias, call.down_bias
 
 
 class _WithoutGradient(torch.autograd.Function):

@@ -72,10 +72,12 @@ def test_nothing_of_torchs_custom_ops_stands_between_a_call_and_its_kernel():
     assert not {"custom_ops.py", "autograd.py"} & passed
 
 
-def test_an_input_that_asks_for_gradients_passes_and_gets_none():
+@pytest.mark.parametrize("name", ["x", "expert_weights", "gate_up_bias", "down_bias"])
+def test_an_input_that_asks_for_gradients_passes_and_gets_none(name):
     _, arguments = call()
+    arguments |= {"gate_up_bias": torch.ones(4, 48), "down_bias": torch.ones(4, 40)}
     expected = ops.fused_moe(**arguments)
-    arguments["x"].requires_grad_()
+    arguments[name].requires_grad_()
     out = ops.fused_moe(**arguments)
     assert torch.equal(out, expected)
     with pytest.raises(RuntimeError, match="unpatch the model to train it"):
