@@ -110,8 +110,9 @@ class WeightsYield:
         return {**self._figures()._asdict(), "explanation": explain(self.weights, block and tuple(block))}
 
     def _show(self, now: float) -> None:
-        """Put figures on the board when a count has changed, else once in a while."""
-        if self.weights.counts is not self._on_board or now >= self._board_due:
+        """Put figures on the board when a count has changed, else once in a while; what is there when nothing runs any
+        more stays there until something does."""
+        if not self.running or self.weights.counts is not self._on_board or now >= self._board_due:
             self._board.write(self._figures())
             self._on_board, self._board_due = self.weights.counts, now + BOARD_SECONDS
 
