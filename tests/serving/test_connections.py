@@ -27,13 +27,13 @@ class Hasty(Timely):
 
 
 async def answering(scope: dict[str, Any], receive: Any, send: Any) -> None:
-    """A mebibyte at /much, a moment's work at /slow, else two letters."""
+    """64 MiB in pieces at /much and in one at /whole, a moment's work at /slow, else two letters."""
     if scope["path"] == "/slow":
         time.sleep(2 * SOON)
     await send({"type": "http.response.start", "status": 200, "headers": [(b"transfer-encoding", b"chunked")]})
     for _ in range(64 if scope["path"] == "/much" else 0):
         await send({"type": "http.response.body", "body": MUCH, "more_body": True})
-    await send({"type": "http.response.body", "body": b"ok"})
+    await send({"type": "http.response.body", "body": 64 * MUCH if scope["path"] == "/whole" else b"ok"})
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_an_answer_that_takes_longer_is_waited_for(client: socket.socket) -> Non
 
 def test_who_does_not_read_is_cut_off(client: socket.socket) -> None:
     client.sendall(HEAD.replace(b"/ ", b"/much "))
-    time.sleep(4 * SOON)
+    time.sleep(6 * SOON)  # what the two ends' buffers take at first counts as read
     received = 0
     try:
         while part := client.recv(2**20):
@@ -117,10 +117,14 @@ def test_who_does_not_read_is_cut_off(client: socket.socket) -> None:
     assert received < 64 * len(MUCH)
 
 
-def test_who_reads_slowly_gets_all(client: socket.socket) -> None:
-    client.sendall(HEAD.replace(b"/ ", b"/much "))
+@pytest.mark.parametrize("path", [b"/much ", b"/whole "])
+def test_who_reads_slowly_gets_all(client: socket.socket, path: bytes) -> None:
+    """Also of one piece, which takes longer than the time for a client that takes nothing."""
+    client.sendall(HEAD.replace(b"/ ", path))
     received, began = 0, time.monotonic()
     while received < 64 * len(MUCH):
-        received += len(client.recv(2**21))
+        part = client.recv(2**20)
+        assert part, f"cut off after {received} bytes"
+        received += len(part)
         time.sleep(0.01)
     assert time.monotonic() - began > SOON
