@@ -31,6 +31,7 @@ def first_calls(shape: str, codebooks: str, widths: tuple[int, ...], ahead: bool
 
     from bench.kernels.bench_decode import codebooks_of
     from bench.kernels.decode_layers import Gate, GpuLayer, routing
+    from pagedweight.compiling import BATCHES
     from pagedweight.kernels.compiling import compile_kernels
     from pagedweight.kernels.ops import fused_moe
 
@@ -51,7 +52,7 @@ def first_calls(shape: str, codebooks: str, widths: tuple[int, ...], ahead: bool
         print(shape, codebooks, widths, name, seconds[name], "s", flush=True)
 
     if ahead:
-        timed("ahead", lambda: compile_kernels(call_of(1)))
+        timed("ahead", lambda: compile_kernels(call_of(1), BATCHES))
     for tokens in TOKENS:
         call = call_of(tokens)
         timed(f"M={tokens}", lambda call=call: fused_moe(*call))

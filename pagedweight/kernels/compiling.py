@@ -14,12 +14,10 @@ from pagedweight.kernels.decode.launch import can_decode
 from pagedweight.kernels.decode.launches import decode_launches
 from pagedweight.kernels.prefill.config import PrefillConfig, can_prefill
 
-# One, a few and many tokens of a decode step, and a prompt's.
-BATCHES = (1, 2, 16, 64, 512)
 WORKERS = 8
 
 
-def compile_kernels(call: Call, batches: Sequence[int] = BATCHES) -> int:
+def compile_kernels(call: Call, batches: Sequence[int]) -> int:
     """Compile what `fused_moe` launches for calls like this one at each batch size; returns how many launches.
 
     call: its batch says H, A and the types of x, ids and weights, nothing else. Layers of one shape share kernels: call
