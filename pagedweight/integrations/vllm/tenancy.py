@@ -137,6 +137,7 @@ class Tenancy:
         rows = np.arange(len(self.width))
         row, unit, frame = self._pages(rows, np.full(len(rows), self.resident_width), self.coming)
         assert (self.coming >= self.width).all()
+        assert self.whole == (self.coming == self.resident_width + self._shape[1]).all()
         assert (self._slot >= 0).sum() == len(row), "a page that is not needed holds a frame"
         slots, places = self._slot[row, unit, frame], self._place[row, unit, frame]
         assert (self._block_id[slots] >= 0).all()
