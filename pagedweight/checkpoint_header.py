@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pagedweight.documents import read_json
+from pagedweight.documents import read_json, without_waiting
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 MAX_DIMENSIONS = 16
@@ -48,9 +48,8 @@ def read_header(path: Path) -> Header:
 
     ValueError, saying why, for any other file. Reads no more than the head.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would have us wait for its writer
-    with open(descriptor, "rb") as file:
-        facts = os.fstat(descriptor)
+    with open(path, "rb", opener=without_waiting) as file:
+        facts = os.fstat(file.fileno())
         if not stat.S_ISREG(facts.st_mode):
             raise ValueError("it is no ordinary file")
         prefix = file.read(8)

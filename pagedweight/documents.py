@@ -53,14 +53,18 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
+def without_waiting(path: str, flags: int) -> int:
+    """For open(): a pipe would have us wait for its writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def read_document(path: Path, *, constants: bool = False) -> Any:
     """What a JSON file holds, as read_json has it. ValueError, too, for what is no ordinary file of moderate size.
 
     OSError when it cannot be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would have us wait for its writer
-    with open(descriptor, "rb") as file:
-        facts = os.fstat(descriptor)
+    with open(path, "rb", opener=without_waiting) as file:
+        facts = os.fstat(file.fileno())
         if not stat.S_ISREG(facts.st_mode) or facts.st_size > MOST_BYTES:
             raise ValueError(f"it is no ordinary file of at most {MOST_BYTES} bytes")
         return read_json(file.read(), constants=constants)

@@ -203,6 +203,8 @@ class Policy:
         """
         folder = Path(folder)
         document = _scalars(folder / "policy.json")
+        if (folder / "policy.safetensors").exists() and not (folder / "policy.safetensors").is_file():
+            raise PolicyError(f"{folder / 'policy.safetensors'} is no ordinary file; calibrate again")
         try:
             arrays = load_file(folder / "policy.safetensors")
         except FileNotFoundError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from pagedweight.calibration.pipeline import REPORT
 from pagedweight.checkpoint import FOLDER, Checkpoint
 from pagedweight.cli.quantize import bytes_by_width
+from pagedweight.documents import read_document
 from pagedweight.layout import Layout, MoeLayer, Projection, table_bytes
 from pagedweight.patching import policy_of
 from pagedweight.patching_sizes import resident_bytes
@@ -118,12 +118,11 @@ def _unreached(folder: Path) -> dict[int, set[int]] | None:
     path = folder / FOLDER / REPORT
     if not path.is_file():
         return None
-    try:
-        names = json.loads(path.read_text(encoding="utf-8"))["cold"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); calibrate again") from error
     found: dict[int, set[int]] = {}
-    for name in names:
-        _, layer, _, expert, _ = name.split(".")
-        found.setdefault(int(layer), set()).add(int(expert))
+    try:
+        for name in read_document(path)["cold"]:
+            _, layer, _, expert, _ = name.split(".")
+            found.setdefault(int(layer), set()).add(int(expert))
+    except (AttributeError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); calibrate again") from error
     return found

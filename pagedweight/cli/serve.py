@@ -122,6 +122,10 @@ def _listen(app: FastAPI, name: str, at: socket.socket, connections: int) -> Non
     manners = {"log_level": "warning", "timeout_keep_alive": 30, "timeout_graceful_shutdown": GRACE_SECONDS}
     settings = uvicorn.Config(app, http=Timely, ws="none", limit_concurrency=connections, **manners)
     host, port = at.getsockname()[:2]
+    try:
+        at.listen()  # another server that was bound to the same port may have come first
+    except OSError as error:
+        raise fail(f"{host} port {port}: {error.strerror}; give another --host or --port") from error
     typer.echo(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}", err=True)
     with suppress(KeyboardInterrupt):
         uvicorn.Server(settings).run(sockets=[at])

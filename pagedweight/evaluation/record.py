@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import pagedweight
+from pagedweight.documents import read_document
 
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 
@@ -25,7 +26,7 @@ class Record:
         facts = {"machine": machine(device), "versions": versions(), "command": command(program)}
         self.content: dict[str, Any] = {"settings": settings, **facts, "cells": {}}
         if path.exists():
-            self.content = self._resumed(json.loads(path.read_text(encoding="utf-8")), settings) | facts
+            self.content = self._resumed(_earlier(path), settings) | facts
 
     def has(self, *names: str, part: str = "cells") -> bool:
         at = self.content.get(part, {})
@@ -47,13 +48,24 @@ class Record:
         beside.replace(self.path)
 
     def _resumed(self, old: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-        differing = [name for name in settings if old.get("settings", {}).get(name) != settings[name]]
+        differing = [name for name in settings if old["settings"].get(name) != settings[name]]
         if differing:
             raise ValueError(
                 f"{self.path} was measured with other settings ({', '.join(differing)}); write to another file, or "
                 "remove it"
             )
         return old
+
+
+def _earlier(path: Path) -> dict[str, Any]:
+    """What an earlier run has left. ValueError for a file of any other kind, OSError for a folder."""
+    try:
+        content = read_document(path, constants=True)
+    except ValueError as error:
+        raise ValueError(f"{path} is no record ({error}); write to another file, or remove it") from error
+    if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
+        raise ValueError(f"{path} is no record of an earlier run; write to another file, or remove it")
+    return content
 
 
 def machine(device: str) -> dict[str, str | int]:

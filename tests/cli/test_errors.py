@@ -135,6 +135,8 @@ def test_a_file_that_is_no_trace(line: str, file: str, work: Path, monkeypatch: 
         ("eval TINY --task t=words.txt --dtype int3 --out new.json", "int3"),
         ("eval TINY --task t=words.txt --device abacus --out new.json", "abacus"),
         ("eval TINY --task t=words.txt --device cpu --out empty", "empty"),
+        ("eval TINY --task t=words.txt --device cpu --out words.txt", "words.txt is no record"),
+        ("eval TINY --task t=words.txt --device cpu --out list.jsonl", "list.jsonl is no record"),
         ("eval TINY --task t=words.txt --device cpu --reference no/such/model --out new.json", "no/such/model"),
         ("bench TINY --dtype int3", "int3"),
         ("bench TINY --device abacus", "abacus"),

@@ -79,8 +79,15 @@ def test_experts_that_calibration_hardly_reached_are_cold_too(uneven: Path) -> N
     report = {"cold": {"layers.1.experts.7.gate_up": 3, "layers.1.experts.7.down": 3}}
     (uneven / FOLDER / "calibration.json").write_text(json.dumps(report))
     assert [layer.cold for layer in facts_of(uneven).layers] == [(3,), (3, 7), (3,), (3,)]
-    (uneven / FOLDER / "calibration.json").write_text("{")
-    assert "calibrate again" in RUNNER.invoke(app, ["inspect", str(uneven)]).stderr
+
+
+@pytest.mark.parametrize("report", ["{", "[]", '{"cold": 5}', '{"cold": [5]}', '{"cold": ["a.b"]}', "[" * 100_000])
+def test_a_damaged_report_of_calibration_is_one_sentence(uneven: Path, report: str) -> None:
+    (uneven / FOLDER / "calibration.json").write_text(report)
+    done = RUNNER.invoke(app, ["inspect", str(uneven)])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "calibration.json is damaged" in done.stderr
+    assert "calibrate again" in done.stderr
 
 
 def test_pictures_are_drawn_as_png_and_svg(uneven: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 pytest.importorskip("prometheus_client", reason="needs the serve extra")
 
+import typer
 from typer.testing import CliRunner
 
 import pagedweight
@@ -48,6 +49,19 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(arguments: list[str], 
     assert done.exit_code == 2, done.output
     assert word in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.output
+
+
+def test_of_two_servers_that_load_for_one_port_the_later_is_told(capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("fastapi", reason="needs the serve extra")
+    with cli_serve._bound("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with cli_serve._bound("127.0.0.1", port) as second:
+            first.listen()
+            with pytest.raises(typer.Exit):
+                cli_serve._listen(None, "small", second, 4)
+    said = capsys.readouterr().err
+    assert f"127.0.0.1 port {port}: Address already in use; give another" in said
+    assert "serving" not in said
 
 
 def test_what_is_no_token_is_refused(tmp_path: Path) -> None:
