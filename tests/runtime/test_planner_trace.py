@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pagedweight.runtime.kv import KVState
 from pagedweight.runtime.planner import Queue, plan_raise, plan_step
 from pagedweight.runtime.planner_trace import TraceWriter, digest, replay
+from pagedweight.runtime.planner_trace_lines import TraceError
 from tests.runtime.planner_support import Problem, carried_out, parent_problem, problems
 
 
@@ -50,6 +51,16 @@ def test_a_step_that_differs_is_seen() -> None:
     same = [s.same for s in replay(lines, parent_problem((3, 3)).policy)]
     assert same.count(False) == 1
     assert not same[at - 1]
+
+
+@pytest.mark.parametrize("name", ["(2,", "f4,(2", "(2,2)i8", "i8,i8", "O", "M8[s]", "<i3", "", None, ["<i8"]])
+def test_an_array_of_a_type_that_is_no_numbers_is_a_damaged_line(name: object) -> None:
+    problem = parent_problem((3, 3))
+    head, *steps = recorded(problem, 0)
+    record = json.loads(head)
+    record["layer"]["dtype"] = name
+    with pytest.raises(TraceError, match="line 1 is damaged"):
+        next(replay([json.dumps(record), *steps], problem.policy))
 
 
 def test_another_policy_or_version_is_refused() -> None:
