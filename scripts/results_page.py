@@ -15,7 +15,7 @@ from bench.quality_parts import bootstrap_ratio
 from pagedweight.evaluation.methods import FULL as METHOD
 from pagedweight.evaluation.report import rows as evaluation_rows
 from scripts.results_ablations import codebooks, levels
-from scripts.results_speed import throughput
+from scripts.results_speed import MODELS, throughput
 from scripts.results_tables import Lines, made_by, table
 
 ROOT = Path(__file__).parents[1]
@@ -187,17 +187,23 @@ def shared_experts(record: Mapping[str, Any]) -> Lines:
     yield from made_by(record, record["machine"]["device"])
 
 
-def pressure(record: Mapping[str, Any]) -> Lines:
-    """What one budget holds of KV cache."""
-    if "capacity" not in record:
-        return
-    rows = (
-        (row["experts"], f"{row['weight_bytes'] / 1e9:.2f}" if "weight_bytes" in row else "", f"{row['tokens']:,}")
-        for row in record["capacity"]
-    )
-    yield from table(["experts", "GB", "tokens of KV cache beside them"], rows)
-    yield f"One budget of {record['budget_bytes'] / 1e9:.2f} GB for experts and KV cache."
+def capacity(record: Mapping[str, Any]) -> Lines:
+    """What budgets hold of KV cache."""
+    yield f"### {MODELS[record.get('model', 'qwen')]} shape, {record['layers']} layers, {record['batch']} sequences"
     yield ""
+    for budget, found in record["budgets"].items():
+        rows = (
+            (
+                row["experts"],
+                " to ".join(f"{bits:g}" for bits in dict.fromkeys(row.get("bits", ()))),
+                f"{row['weight_bytes'] / 1e9:.2f}",
+                f"{row['tokens']:,}",
+            )
+            for row in found
+        )
+        yield from table(["experts", "bits", "GB at the end", "tokens of KV cache beside them"], rows)
+        yield f"One budget of {int(budget) / 1e9:.2f} GB for experts and KV cache."
+        yield ""
     yield from made_by(record, record["gpu"])
 
 
@@ -230,7 +236,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], Lines], str], ...]
     ("While the KV cache grows", "dynamic-*.json", dynamic, "bench/e2e/dynamic.py."),
     ("Decoding speed and memory", "h200-throughput-*.json", throughput, SPEED),
     ("Shared experts too", "shared-experts-*.json", shared_experts, "How: [transformers.md](transformers.md)."),
-    ("Room for KV cache", "h200-pressure-*.json", pressure, "More: [memory.md](memory.md)."),
+    ("Room for KV cache", "h200-capacity-*.json", capacity, "More: [memory.md](memory.md)."),
 )
 
 
