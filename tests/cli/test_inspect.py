@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.style import Style
 from typer.testing import CliRunner
 
 import pagedweight
@@ -137,6 +138,7 @@ def test_every_value_has_a_cell_or_the_largest_of_a_few_does(values: list[float]
 
 
 def test_a_terminal_with_colours_gets_them(uneven: Path) -> None:
+    Style.parse.cache_clear()  # rich keeps a style's escape codes as the first console of a process wanted them
     console = Console(file=StringIO(), width=100, force_terminal=True, color_system="truecolor")
     show(facts_of(uneven), console)
     assert "\x1b[48;2;253;231;37m" in console.file.getvalue()
