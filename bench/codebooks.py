@@ -22,6 +22,7 @@ from bench.quality_judge import Answers, Judge, take_answers
 from bench.quality_keep import Kept
 from bench.quality_parts import (
     METHODS,
+    ROUNDING_NATS,
     Trained,
     add_arguments,
     bootstrap_ratio,
@@ -113,6 +114,8 @@ def report(records: list[dict]) -> str:
 
 
 def _cell(kl: np.ndarray, tables: np.ndarray) -> str:
+    if tables.mean() < ROUNDING_NATS:
+        return f"{1e3 * kl.mean():.3f}"
     low, high = bootstrap_ratio(kl, tables)
     return f"{1e3 * kl.mean():.3f} [{kl.mean() / tables.mean():.2f}, {low:.2f} to {high:.2f}]"
 

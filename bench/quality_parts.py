@@ -32,6 +32,7 @@ METHODS = {
     "best, tables not tuned": ("best", True, False),
     "best": ("best", True, True),
 }
+ROUNDING_NATS = 1e-6  # of KL, which fp32 logits leave: nothing is a multiple of that
 CHARACTERS_PER_TOKEN = 8  # a token is seldom longer, and tokenizers take seconds for whole files
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.quality_parts import IMPORTANCE_1, bootstrap_ratio
+from bench.quality_parts import IMPORTANCE_1, ROUNDING_NATS, bootstrap_ratio
 from scripts.results_tables import Lines, made_by, table
 
 FIRST_CODEBOOK = "lut16"
@@ -55,7 +55,7 @@ def _beside(first: str, kl: Mapping[str, Mapping[str, np.ndarray]]) -> Lines:
 
 
 def _ratio(own: np.ndarray | None, first: np.ndarray) -> str:
-    if own is None or len(own) != len(first):
+    if own is None or len(own) != len(first) or first.mean() < ROUNDING_NATS:
         return "-"
     low, high = bootstrap_ratio(own, first)
     return f"{own.mean() / first.mean():.2f} ({low:.2f} to {high:.2f})"
