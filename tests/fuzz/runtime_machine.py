@@ -23,6 +23,7 @@ from pagedweight.integrations.kv_pool import FrameHoldings, KVPool, SlabShape
 from pagedweight.layout import RoutingStats
 from pagedweight.runtime.config import RuntimeConfig
 from pagedweight.runtime.controller import Runtime
+from pagedweight.runtime.controller_pace import Pace
 from pagedweight.runtime.frames import OwnerKind
 from pagedweight.runtime.kv import ArenaGauge, KVState
 from pagedweight.runtime.pages import HostPages
@@ -163,6 +164,7 @@ class RuntimeMachine(RuleBasedStateMachine):
         parts = layout, self.model.host, self.arena, random_policy(layout), config, self.engine, self.gauge, self.stats
         self.runtime = Runtime(*parts)
         self.threads = self.runtime._planning._worker._threads = CrankedThreads()
+        self.runtime._planning._pace = self.pace = Pace(timed=False)  # the machine says how long steps take
         self.table = self.runtime._table
         self.pool.draw_on(self.runtime)
         if kv_moves:
@@ -354,6 +356,10 @@ class RuntimeMachine(RuleBasedStateMachine):
     @rule(slot=st.integers(0, 2), confidence=st.floats(0, 1), low=st.floats(-1, 0), high=st.floats(0, 1))
     def set_request(self, slot, confidence, low, high):
         self.runtime.set_request(slot, confidence=confidence, rho_bounds=(low, high))
+
+    @rule(seconds=st.sampled_from([1e-4, 0.03, 10.0]))
+    def a_step_takes(self, seconds):
+        self.pace._seconds.append(seconds)
 
     @rule(seconds=st.sampled_from([1.0, 1e6]))
     def clock_jumps(self, seconds):
