@@ -12,7 +12,6 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
@@ -73,21 +72,6 @@ def test_what_is_no_token_is_refused(tmp_path: Path) -> None:
             done = RUNNER.invoke(app, ["serve", str(TINY), option, str(tmp_path / name), "--engine", "transformers"])
             assert done.exit_code == 2
             assert "at least 16" in done.stderr
-
-
-@pytest.fixture
-def vllm_started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Commands of vLLM's servers that would have been started; vLLM and a GPU count as there."""
-    started: list[list[str]] = []
-    monkeypatch.setattr(cli_serve, "_vllm_serves", lambda: True)
-    monkeypatch.setattr(cli_serve, "require_extras", lambda *extras: None)
-
-    def replaced(path: str, command: list[str]) -> NoReturn:
-        started.append(command)
-        raise SystemExit
-
-    monkeypatch.setattr("os.execv", replaced)
-    return started
 
 
 def test_vllms_server_is_given_address_and_name(vllm_started: list[list[str]]) -> None:

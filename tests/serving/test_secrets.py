@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Iterator
-from typing import NoReturn
 
 import pytest
 
@@ -63,19 +62,10 @@ def test_answers_do_not_hold_them_either(address: str) -> None:
         assert not any(secret in answer.text for answer in answers for secret in (KEY, WRONG, ADMIN_TOKEN))
 
 
-def test_the_line_that_says_what_is_started_leaves_secrets_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
-    monkeypatch.setattr(cli_serve, "_vllm_serves", lambda: True)
-    monkeypatch.setattr(cli_serve, "require_extras", lambda *extras: None)
-
-    def replaced(path: str, command: list[str]) -> NoReturn:
-        started.append(command)
-        raise SystemExit
-
-    monkeypatch.setattr("os.execv", replaced)
+def test_the_line_that_says_what_is_started_leaves_secrets_out(vllm_started: list[list[str]]) -> None:
     options = ["--api-key", "first-secret", "second-secret", "--seed", "1", "--hf-token=third-secret"]
     done = CliRunner().invoke(app, ["serve", str(TINY), "--", *options])
-    assert started[0][-len(options) :] == options
+    assert vllm_started[0][-len(options) :] == options
     assert "--api-key ... ... --seed 1 --hf-token=..." in done.stderr
     assert "secret" not in done.output
     refused = CliRunner().invoke(app, ["serve", str(TINY), "--engine", "transformers", "--", *options])
