@@ -26,9 +26,7 @@ def levels(record: Mapping[str, Any]) -> Lines:
     yield f"### {settings['model']}"
     yield ""
     yield from _beside(IMPORTANCE_1, kl)
-    yield f"Uniform widths, {2 * settings['windows']} windows."
-    yield ""
-    yield from made_by(record, record["machine"])
+    yield from _made_over(record)
 
 
 def codebooks(record: Mapping[str, Any]) -> Lines:
@@ -39,7 +37,11 @@ def codebooks(record: Mapping[str, Any]) -> Lines:
         yield f"### {settings['model']}, level {level}, parent width {settings['parent']}"
         yield ""
         yield from _beside(FIRST_CODEBOOK, kl)
-    yield f"Uniform widths, {2 * settings['windows']} windows."
+    yield from _made_over(record)
+
+
+def _made_over(record: Mapping[str, Any]) -> Lines:
+    yield f"Uniform widths, {2 * record['settings']['windows']} windows."
     yield ""
     yield from made_by(record, record["machine"])
 
