@@ -14,6 +14,7 @@ from tests.support import TOLERANCES, run_kernel, run_twin
 # Each with its token's other weight as it was.
 EXTREMES = (float("nan"), 1e30, -1.0, 0.0, 1e-30, 1e-45, -0.0, -1e30, float("inf"), float("-inf"))
 SHAPE, ON_A_GPU = MoeLayer(0, 3, 64, 48), MoeLayer(0, 6, 256, 192)
+DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
 def placed(seed: int = 3) -> Placed:
@@ -71,7 +72,7 @@ def test_extreme_weights_in_the_decode_kernels(tokens: int, config) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 13, 100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_extreme_weights_through_the_op(dtype: torch.dtype, tokens: int) -> None:
     layer = random_layer(ON_A_GPU, (3, 4), seed=3)
     clean, batch = extreme(layer, dtype, tokens)
@@ -85,7 +86,7 @@ def test_extreme_weights_through_the_op(dtype: torch.dtype, tokens: int) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [13, 100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bad_rows_stay_their_own_through_the_op(dtype: torch.dtype, tokens: int) -> None:
     """NaN and infinities in inputs, decode and prefill alike."""
     layer = random_layer(ON_A_GPU, (3, 4), seed=5)
@@ -103,7 +104,7 @@ def test_bad_rows_stay_their_own_through_the_op(dtype: torch.dtype, tokens: int)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 13, 100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_equal_runs_and_other_company_give_equal_bits(dtype: torch.dtype, tokens: int) -> None:
     """In batches of one size a row's answer does not depend on who else is there, or on when it is asked."""
     layer = random_layer(ON_A_GPU, (3, 4), seed=7)
@@ -145,7 +146,7 @@ def test_products_of_sizes_beyond_32_bits(dtype: torch.dtype, tokens: int, hidde
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 13, 100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_arena_of_more_than_2_31_bytes(dtype: torch.dtype, tokens: int) -> None:
     """Frames and tables at offsets beyond 2^32 of one arena, in the order in which they came."""
     layer = random_layer(ON_A_GPU, (3, 4), seed=13)
