@@ -105,6 +105,29 @@ def test_with_a_source_nothing_need_be_kept_and_every_page_can_be_had():
     assert host.page(0, 0) is None
 
 
+@pytest.mark.parametrize(
+    ("source", "rest"), [(None, "kept in pageable memory"), (Numbered(), "read from the checkpoint's files")]
+)
+def test_one_warning_says_where_further_pages_are_and_points_at_who_stored_one(source, rest):
+    host = HostPages(sizes(), 1, source)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        host.store(0, 2, torch.zeros(256, dtype=torch.uint8))
+        host.store(0, 3, torch.zeros(256, dtype=torch.uint8))
+    assert [f"used up at 0 bytes; further pages are {rest}" in str(w.message) for w in caught] == [True]
+    assert caught[0].filename == __file__
+    assert host.bytes == (512 if source is None else 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine that can page-lock memory")
+def test_what_the_system_will_not_page_lock_is_pageable():
+    host = HostPages(sizes(), None)
+    with pytest.warns(RuntimeWarning, match="the system's limit"):
+        host.store(0, 2, torch.ones(256, dtype=torch.uint8))
+    assert host.page(0, 2).sum() == 256
+    assert host.pinned_bytes == 0
+
+
 @pytest.mark.gpu
 def test_with_a_source_the_upper_planes_are_kept_as_far_as_page_locked_memory_goes():
     frames_per_plane = np.full(4, 64)
