@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -33,9 +33,10 @@ def bars() -> Iterator[Bars]:
     """Bars on stderr with counts, time taken and time left; none where stderr is no terminal."""
     columns = (TextColumn("{task.description:>16}"), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True)
-    with Progress(
-        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
-    ) as progress:
+    drawn = console.is_terminal
+    progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not drawn)
+    # One that draws nothing still ends with an empty line in older versions of rich.
+    with progress if drawn else nullcontext():
         yield Bars(progress)
 
 
