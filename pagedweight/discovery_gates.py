@@ -14,6 +14,8 @@ from pagedweight.layout import ACTIVATIONS, LIMITED, UNGATED
 
 # Far above any limit in use, small enough that fp64 keeps ten digits of what is multiplied by it.
 BEYOND_LIMITS = 1e5
+# What a module raises that has the parts of experts and is something else.
+UNLIKE_EXPERTS = (AttributeError, TypeError, ValueError, RuntimeError, LookupError)
 
 
 class KnownGate(NamedTuple):
@@ -39,6 +41,23 @@ def known_gate(path: str, apply: Callable[[Tensor], Tensor], gated: bool, name: 
 
     name: of the activation in the model, for the message of the ValueError.
     """
+    what = "combines gate and up" if gated else "activates experts without a gate"
+    try:
+        known = _seen(apply, gated)
+    except UNLIKE_EXPERTS as error:
+        raise ValueError(
+            f"{path} {what} in a way of its own ({type(error).__name__}: {error}); leave this model unpatched"
+        ) from error
+    if known is None:
+        raise ValueError(
+            f"{path} {what} in a way that is not served (its act_fn is {name}); served are "
+            f"{', '.join(ACTIVATIONS if gated else UNGATED)}"
+        )
+    return known
+
+
+def _seen(apply: Callable[[Tensor], Tensor], gated: bool) -> KnownGate | None:
+    """Which of ours does the same to a few numbers, None when none does."""
     with torch.no_grad(), torch.device("cpu"):
         limit = _limit_of(apply) if gated else 0.0
         reach = max(9.0, 3 * limit)
@@ -49,11 +68,7 @@ def known_gate(path: str, apply: Callable[[Tensor], Tensor], gated: bool, name: 
             expected = combine(products, activation, gated, limit)
             if got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-4, atol=1e-5):
                 return KnownGate(activation, limit)
-    what = "combines gate and up" if gated else "activates experts without a gate"
-    raise ValueError(
-        f"{path} {what} in a way that is not served (its act_fn is {name}); served are "
-        f"{', '.join(ACTIVATIONS if gated else UNGATED)}"
-    )
+    return None
 
 
 def _limit_of(apply: Callable[[Tensor], Tensor]) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 import torch
 
-from pagedweight.discovery import ExpertsModule
+from pagedweight.discovery_experts import ExpertsModule
 from pagedweight.experts import PagedExperts, TokenSlots
 from pagedweight.integrations.hf_hooks import Hooks
 from pagedweight.integrations.kv_pool import KVPool

@@ -10,7 +10,7 @@ import torch
 
 from pagedweight.bitplane import dequantize, table_from_bytes
 from pagedweight.checkpoint import Checkpoint
-from pagedweight.discovery import ExpertsModule
+from pagedweight.discovery_experts import ExpertsModule
 from pagedweight.kernels.device_order import PlaneGeometry, from_device_order, plane_geometry, to_device_order
 from pagedweight.layout import BlockId, Layout, MoeLayer, PackedBlock, Projection, table_bytes
 from pagedweight.patching_quantize import Importance, quantized_blocks
@@ -105,10 +105,12 @@ class PageStore:
         for block in self.layout.blocks():
             yield block, self.load(block)
 
-    def dense(self, layer: MoeLayer, projection: Projection, bits: int) -> torch.Tensor:
-        """(E, N, K) fp32 weights of one projection at a width."""
-        experts = range(layer.experts)
-        return torch.stack([dequantize(self.load(BlockId(layer.layer, e, projection)), bits) for e in experts])
+    def dense(
+        self, layer: MoeLayer, projection: Projection, bits: int, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """(E, N, K) weights of one projection at a width."""
+        blocks = (self.load(BlockId(layer.layer, expert, projection)) for expert in range(layer.experts))
+        return torch.stack([dequantize(block, bits).to(dtype) for block in blocks])
 
     def _table(self, row: int, bits: int, geometry: PlaneGeometry) -> torch.Tensor:
         codebook = self.layout.codebooks[bits]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedweight.checkpoint import Checkpoint, CheckpointError
-from pagedweight.discovery import ExpertsModule
 from pagedweight.discovery_devices import devices_of
+from pagedweight.discovery_experts import ExpertsModule
 from pagedweight.documents import read_document
 from pagedweight.patching import assemble, patch
 from pagedweight.policy import Policy

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pagedweight.discovery import ExpertsModule, find_experts
+from pagedweight.discovery import find_experts
+from pagedweight.discovery_experts import ExpertsModule
 from pagedweight.documents import read_document
 from pagedweight.saving_folder import DTYPES, DenseFolder, Piece
 from pagedweight.saving_names import pieces_by_target
@@ -52,9 +53,9 @@ class Source(Protocol):
 
 
 class ModelSource:
-    """A transformers model in memory; it is left as it is."""
+    """A model in memory; it is left as it is."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: nn.Module) -> None:
         if hasattr(model, "pagedweight"):
             raise ValueError(
                 "the model is patched; write it with pagedweight.save(model, directory), or unpatch it first"
@@ -170,12 +171,14 @@ def write_config(out: Path, config: Mapping[str, Any]) -> None:
     (out / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def save_rest(model: PreTrainedModel, out: Path, state: dict[str, Tensor], **kwargs: Any) -> None:
-    """Everything but the experts as transformers saves it, and a config that says so.
+def save_rest(model: nn.Module, out: Path, state: dict[str, Tensor], **kwargs: Any) -> None:
+    """Everything but the experts as transformers saves it, and a config that says so; nothing of another kind of model.
 
     Beside at first: transformers writes an ordinary config before the weights, and what a killed run leaves in `out`
     must not load as a dense model without its experts.
     """
+    if not hasattr(model, "save_pretrained"):
+        return
     beside = out / BESIDE
     shutil.rmtree(beside, ignore_errors=True)
     # Not model.save_pretrained: a patched model's own writes the pages too.

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pagedweight.discovery import ExpertsModule, find_experts
+from pagedweight.discovery import find_experts
+from pagedweight.discovery_experts import ExpertsModule
 
 NAMES = ("shared_expert", "shared_experts")
 GATE = "shared_expert_gate"

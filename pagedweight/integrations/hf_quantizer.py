@@ -23,8 +23,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pagedweight.checkpoint import FOLDER, Checkpoint, CheckpointError
-from pagedweight.discovery import ExpertsModule, find_experts
+from pagedweight.discovery import find_experts
 from pagedweight.discovery_devices import devices_of
+from pagedweight.discovery_experts import ExpertsModule
 from pagedweight.layout import Layout
 from pagedweight.patching import assemble, patch
 from pagedweight.patching_sizes import resident_bytes
