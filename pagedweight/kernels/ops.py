@@ -17,6 +17,8 @@ from pagedweight.kernels.reference import fused_moe_reference
 # ten times the host's time of a call, of which a model without CUDA graphs has one a layer.
 _LIBRARY = torch.library.Library("pagedweight", "FRAGMENT")
 _LIBRARY.define("fused_moe" + op_schema(), tags=torch.Tag.pt2_compliant_tag)
+_LIBRARY.define("no_gradient(Tensor gradient) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+_NO_GRADIENT = "pagedweight::fused_moe has no gradient: planes are not trained; unpatch the model to train it"
 
 
 def fused_moe(*arguments: Any, **named: Any) -> torch.Tensor:
@@ -29,13 +31,16 @@ def fused_moe(*arguments: Any, **named: Any) -> torch.Tensor:
     pass.
     """
     call = Call(*arguments, **named)
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in _differentiable(call)):
+    if _asks_for_gradients(call):
         return _WithoutGradient.apply(*call)
     return torch.ops.pagedweight.fused_moe.default(*call)
 
 
-def _differentiable(call: Call) -> tuple[torch.Tensor | None, ...]:
-    return call.x, call.expert_weights, call.gate_up_bias, call.down_bias
+def _asks_for_gradients(call: Call) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    inputs = (call.x, call.expert_weights, call.gate_up_bias, call.down_bias)
+    return any(one is not None and one.requires_grad for one in inputs)
 
 
 class _WithoutGradient(torch.autograd.Function):
@@ -46,24 +51,38 @@ class _WithoutGradient(torch.autograd.Function):
         return torch.ops.pagedweight.fused_moe.default(*arguments)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> NoReturn:
-        raise RuntimeError(
-            "pagedweight::fused_moe has no gradient: planes are not trained; unpatch the model to train it"
-        )
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # An op, so that a compiler can trace the pass which it will not run.
+        return (torch.ops.pagedweight.no_gradient(*gradients), *[None] * (len(Call._fields) - 1))
+
+
+@torch.library.impl(_LIBRARY, "no_gradient", "CompositeExplicitAutograd")
+def _no_gradient(gradient: torch.Tensor) -> NoReturn:
+    raise RuntimeError(_NO_GRADIENT)
+
+
+@torch.library.register_fake("pagedweight::no_gradient", lib=_LIBRARY)
+def _no_gradient_fake(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(gradient)
 
 
 @torch.library.impl(_LIBRARY, "fused_moe", "CPU")
 def _fused_moe_cpu(*arguments: Any) -> torch.Tensor:
-    call = Call(*arguments)
-    check_arguments(call)
-    return fused_moe_reference(call)
+    return fused_moe_reference(_checked(arguments))
 
 
 @torch.library.impl(_LIBRARY, "fused_moe", "CUDA")
 def _fused_moe_cuda(*arguments: Any) -> torch.Tensor:
+    return launch_on_cuda(_checked(arguments))
+
+
+def _checked(arguments: tuple[Any, ...]) -> Call:
     call = Call(*arguments)
     check_arguments(call)
-    return launch_on_cuda(call)
+    if _asks_for_gradients(call):
+        # `fused_moe` does not come here with such a call: whoever called the op itself would get a gradient of nothing.
+        raise RuntimeError(f"{_NO_GRADIENT}, or call it under torch.no_grad()")
+    return call
 
 
 @torch.library.register_fake("pagedweight::fused_moe", lib=_LIBRARY)

@@ -84,6 +84,27 @@ def test_an_input_that_asks_for_gradients_passes_and_gets_none(name):
         out.sum().backward()
 
 
+def test_the_op_itself_refuses_an_input_that_asks_for_gradients():
+    _, arguments = call()
+    arguments["x"].requires_grad_()
+    with pytest.raises(RuntimeError, match=r"has no gradient.* call it under torch.no_grad\(\)"):
+        torch.ops.pagedweight.fused_moe(**arguments)
+    with torch.no_grad():
+        torch.ops.pagedweight.fused_moe(**arguments)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_function_that_asks_for_gradients_is_one_graph(backend):
+    _, arguments = call()
+    x = arguments["x"].requires_grad_()
+    compiled = torch.compile(lambda x: ops.fused_moe(**arguments | {"x": 2 * x}), fullgraph=True, backend=backend)
+    out = compiled(x)
+    assert arguments["counts"].sum() == 10
+    assert torch.equal(out, ops.fused_moe(**arguments | {"x": 2 * x}))
+    with pytest.raises(RuntimeError, match="unpatch the model to train it"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
