@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from pagedweight.bitplane import plane_words
 from pagedweight.calibration.collect import check_method, collect
 from pagedweight.calibration.divergence import take_reference
 from pagedweight.calibration.gains import measure_gains, with_gains
@@ -25,7 +26,7 @@ from pagedweight.calibration.substitution import Substitution, substituted
 from pagedweight.calibration.text import Text, Windows, windows_of
 from pagedweight.checkpoint import FOLDER, Checkpoint
 from pagedweight.discovery import ExpertsModule, find_experts
-from pagedweight.layout import BlockId, Layout, PackedBlock, Projection
+from pagedweight.layout import BlockId, Layout, PackedBlock, Projection, table_bytes
 from pagedweight.patching_quantize import moved
 from pagedweight.policy import Policy
 from pagedweight.saving_source import chosen_device
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 REPORT = "calibration.json"
+KEPT_BYTES = 2**30  # of linear-blocks, on the model's device
 HEADS = {
     "paper": fit_residual,
     "centered": partial(fit_residual, centered=True),
@@ -135,6 +137,7 @@ def calibrate(
         statistics.check_layers(opened.layout.moe_layers)
     dense = model if isinstance(model, nn.Module) else _dense(checkpoint, model).to(device)
 
+    @lru_cache(KEPT_BYTES // largest_block_bytes(opened.layout))  # each is asked for hundreds of times
     def block(one: BlockId) -> PackedBlock:
         return moved(opened.block(one), device)
 
@@ -186,6 +189,12 @@ def calibrate_model(
         policy, trials = _search(model, found, windows, layout, policy, substitution, options, progress)
     counts = (energy_share(layout), statistics.tokens, statistics.sequences, windows.skipped)
     return Calibration(policy, sensitivity, gains, residual, trials, *counts)
+
+
+def largest_block_bytes(layout: Layout) -> int:
+    """Of planes and all tables."""
+    tables = [table_bytes(layout.codebooks[bits], 1, bits) for bits in layout.widths]
+    return max(n * (4 * layout.parent_width * plane_words(k) + sum(tables)) for n, k in layout.row_shapes())
 
 
 def energy_share(layout: Layout) -> float:

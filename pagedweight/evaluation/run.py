@@ -157,18 +157,17 @@ def take_references(plan: Plan, tasks: Mapping[str, Items], record: Record, prog
 
 def measure(patched: Patched, method: Method, budget_bytes: int, items: Items, reference: Reference) -> dict[str, Any]:
     """One cell: figures of every item, and the bytes and bits that the weights had."""
-    runtime, start = patched.runtime, patched.widths(method, budget_bytes)
-    held = []
+    runtime, held = patched.runtime, []
+    runtime.set_bits(patched.widths(method, budget_bytes))
     if not method.live:
-        runtime.set_bits(start)
         held.append(runtime.snapshot())
         found = diverge(patched.model, reference, items.scored)
     else:
+        beginnings = [items.windows.tokens[at, : max(1, first)] for at, first in enumerate(items.beginnings)]
+        plans = [patched.widths(method, budget_bytes, patched.seen(beginning)) for beginning in beginnings]
         parts = []
-        for at, beginning in enumerate(items.beginnings):
-            runtime.set_bits(start)
-            seen = patched.seen(items.windows.tokens[at, : max(1, beginning)])
-            runtime.set_bits(patched.widths(method, budget_bytes, seen))
+        for at, plan in enumerate(plans):
+            runtime.set_bits(plan)
             held.append(runtime.snapshot())
             parts.append(diverge(patched.model, reference.one(at), items.scored[at : at + 1]))
         found = Divergence(*map(np.concatenate, zip(*parts, strict=True)))

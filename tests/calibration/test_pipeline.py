@@ -16,6 +16,7 @@ from pagedweight.calibration.search import table_at_parent
 from pagedweight.calibration.sensitivity import Sensitivity
 from pagedweight.calibration.substitution import substituted
 from pagedweight.calibration.text import Windows
+from pagedweight.checkpoint import Checkpoint
 from pagedweight.discovery import find_experts
 from pagedweight.policy import Policy
 from tests.calibration.support import WIDTHS, batch, blocks_of, layout_of, statistics_of
@@ -122,6 +123,14 @@ def test_a_checkpoint_gets_its_policy(tmp_path) -> None:
     assert report["tokens"] == 8 * 24
     loaded = pagedweight.load(tmp_path / "q")
     assert loaded.pagedweight.policy.m_cal.tolist() == policy.m_cal.tolist()
+
+
+def test_calibration_reads_a_linear_block_once_though_it_asks_for_it_all_the_time(tmp_path, monkeypatch) -> None:
+    pagedweight.quantize(mixtral_m8(), tmp_path / "q", widths=WIDTHS)
+    read, block = [], Checkpoint.block
+    monkeypatch.setattr(Checkpoint, "block", lambda opened, one: (read.append(one), block(opened, one))[1])
+    calibrate(tmp_path / "q", windows(), model=mixtral_m8(), options=OPTIONS._replace(search_windows=0))
+    assert sorted(read) == list(Checkpoint.open(tmp_path / "q").layout.blocks())
 
 
 def test_case_29_empty_text_is_refused_before_the_model_loads(tmp_path) -> None:
