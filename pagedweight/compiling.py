@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,19 @@ from pagedweight.experts import PagedExperts
 BATCHES = (1, 2, 16, 64, 512)
 
 
-def compile_kernels(model: nn.Module, batches: Sequence[int] = BATCHES) -> int:
+def compile_kernels(
+    model: nn.Module,
+    batches: Sequence[int] = BATCHES,
+    *,
+    progress: Callable[[str, int, int], None] = lambda step, done, total: None,
+) -> int:
     """Compile, side by side on eight threads, the products that batches of these many tokens launch; returns how many.
 
     model: patched. One forward of one token tells what its routers hand over (how many experts, in which types), so
     that nothing has to be said; statistics are left as they were. Without CUDA, 0: there is nothing to compile. Small
-    kernels beside the products, and whatever else the model launches, still compile as they come. ValueError for a
-    model that is not patched.
+    kernels beside the products, and whatever else the model launches, still compile as they come.
+    progress: called with (step, kernels compiled, kernels to compile), anew for each shape of experts.
+    ValueError for a model that is not patched.
     """
     experts = [module for module in model.modules() if isinstance(module, PagedExperts)]
     if not experts:
@@ -34,7 +41,8 @@ def compile_kernels(model: nn.Module, batches: Sequence[int] = BATCHES) -> int:
     compiled: list[int] = []
 
     def compile_layer(layer: PagedExperts, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        compiled.append(compiling.compile_kernels(layer.call(*inputs, **named), batches))
+        call = layer.call(*inputs, **named)
+        compiled.append(compiling.compile_kernels(call, batches, partial(progress, "compiling")))
 
     handles = [layer.register_forward_pre_hook(compile_layer, with_kwargs=True) for layer in _of_each_shape(experts)]
     kept = [(tensor, tensor.clone()) for layer in experts for tensor in layer.stats]

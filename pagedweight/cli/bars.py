@@ -27,6 +27,10 @@ class Bars:
             self._tasks[name] = self._progress.add_task(step, total=total)
         self._progress.update(self._tasks[name], description=step, completed=done, total=total)
 
+    def say(self, line: str) -> None:
+        """A line on stderr, above the bars, and where none are drawn."""
+        self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
 
 @contextmanager
 def bars() -> Iterator[Bars]:

@@ -19,7 +19,9 @@ from pagedweight.cli.common import device_option, fail, require_extras, size_opt
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from transformers import PreTrainedModel
 
+    from pagedweight.cli.bars import Bars
     from pagedweight.serving.engine import Engine
 
 GRACE_SECONDS = 15  # for running requests when the server is stopped; a second Ctrl-C ends it at once
@@ -158,16 +160,27 @@ def _load(
     try:
         config = pagedweight.RuntimeConfig(budget_bytes=budget_bytes, trace_path=trace_path)
         with bars() as progress:
+            progress.say(f"loading {checkpoint}")
             model = load_checked(checkpoint, progress, config=config, device_map=device, dtype=dtype)
-            progress("compiling", 0, None)  # or the first request of every batch size would wait for its kernels
-            pagedweight.compile_kernels(model)
-            progress("compiling", 1, 1)
+            _compile(model, progress)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     except (ValueError, OSError) as error:
         raise fail(" ".join(str(error).split())) from error
     batched = batching is Batching.CONTINUOUS
     called = name or checkpoint.resolve().name
     return Engine(model, tokenizer, called, batched=batched, batch_tokens=batch_tokens)
+
+
+def _compile(model: PreTrainedModel, progress: Bars) -> None:
+    """Now, or the first request of every batch size would wait for its kernels."""
+    import pagedweight
+
+    def shown(step: str, done: int, kernels: int) -> None:
+        if done == 0 and kernels:
+            progress.say(f"compiling {kernels} kernels: about a minute, or seconds where Triton's cache has them")
+        progress(step, done, kernels)
+
+    pagedweight.compile_kernels(model, progress=shown)
 
 
 def _vllm_serves() -> bool:

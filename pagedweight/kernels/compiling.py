@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 import torch
@@ -17,12 +17,14 @@ from pagedweight.kernels.prefill.config import PrefillConfig, can_prefill
 WORKERS = 8
 
 
-def compile_kernels(call: Call, batches: Sequence[int]) -> int:
+def compile_kernels(
+    call: Call, batches: Sequence[int], progress: Callable[[int, int], None] = lambda done, total: None
+) -> int:
     """Compile what `fused_moe` launches for calls like this one at each batch size; returns how many launches.
 
     call: its batch says H, A and the types of x, ids and weights, nothing else. Layers of one shape share kernels: call
     it for one of them. Nothing runs on the device. The grouped kernels, which serve what neither other path does, are
-    left out.
+    left out. progress: called with (kernels compiled, kernels to compile), from this thread.
     """
     with torch.cuda.device(call.x.device):
         launches = []
@@ -32,10 +34,25 @@ def compile_kernels(call: Call, batches: Sequence[int]) -> int:
                 launches += decode_launches(sized)[1]
             elif can_prefill(sized.x):
                 launches += _prefill_launches(sized)
-        with ThreadPoolExecutor(WORKERS) as pool, triton.AsyncCompileMode(pool):
+        with _Compilers(WORKERS) as pool, triton.AsyncCompileMode(pool):
             for launch in launches:
                 launch.kernel.warmup(grid=(1,), **launch.arguments)
+            progress(0, len(pool.begun))
+            for done, _ in enumerate(as_completed(pool.begun), 1):
+                progress(done, len(pool.begun))
     return len(launches)
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads that compile. begun: what they were given; Triton gives them no kernel twice."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        self.begun: list[Future] = []
+
+    def submit(self, *call: Any, **named: Any) -> Future:
+        self.begun.append(super().submit(*call, **named))
+        return self.begun[-1]
 
 
 def _prefill_launches(call: Call) -> list[Any]:

@@ -19,7 +19,10 @@ def test_calls_after_compiling_ahead_compile_no_product(monkeypatch, id_type):
     stats = RoutingStats.zeros(1, 1, 6, device=DEVICE)
     batch = random_batch(layer, 1, 2, dtype=torch.bfloat16)
     call = Call(*batch._replace(ids=batch.ids.to(id_type)), **layer.layer.arguments(layer.tables, stats))
-    assert compile_kernels(call, batches=(1, 5, 100)) > 4
+    counted = []
+    assert compile_kernels(call, (1, 5, 100), lambda *seen: counted.append(seen)) > 4
+    kernels = counted[0][1]
+    assert counted == [(done, kernels) for done in range(kernels + 1)]
     compiled = []
     monkeypatch.setattr(
         triton.knobs.runtime, "jit_post_compile_hook", lambda *, fn, **_: compiled.append(fn.jit_function.__name__)

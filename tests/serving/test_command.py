@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,23 @@ def test_a_free_port_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 0, done.output
     assert bound[0] != 0
     assert f"http://127.0.0.1:{bound[0]}" in done.stderr
+
+
+def test_what_takes_long_before_it_listens_is_said_where_no_bars_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    uvicorn = pytest.importorskip("uvicorn", reason="needs the serve extra")
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server, sockets: None)
+
+    def compiled(model: object, progress: Callable[[str, int, int], None]) -> None:
+        for done in range(8):
+            progress("compiling", done, 7)
+
+    monkeypatch.setattr(pagedweight, "compile_kernels", compiled)  # as on a GPU
+    done = RUNNER.invoke(app, ["serve", str(TINY), "--port", "0", "--engine", "transformers", "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    loading, compiling, _, serving = done.stderr.splitlines()
+    assert loading == f"loading {TINY}"
+    assert compiling == "compiling 7 kernels: about a minute, or seconds where Triton's cache has them"
+    assert serving.startswith("serving tiny-qwen2-moe at http://")
 
 
 def test_a_port_in_use_is_told_before_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
