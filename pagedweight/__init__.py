@@ -1,4 +1,21 @@
-"""pagedweight: MoE expert weights and the KV cache share one GPU memory."""
+"""MoE expert weights and the KV cache share one GPU memory.
+
+Once for each model:
+
+    quantize(model_or_path, out)    its routed experts as pages, in a folder
+    calibrate(out, text)            what each page is worth to the planner
+
+Then, with one budget for expert weights and KV cache:
+
+    config = RuntimeConfig(budget_bytes=10 * 2**30)
+    model = from_pretrained(out, config=config, device_map="cuda")
+    cache = model.pagedweight.new_cache()
+    model.generate(**prompt, past_key_values=cache)
+    print(model.pagedweight.snapshot())
+
+A model that is in memory: patch() and unpatch(), save() and load(). compile_kernels() compiles ahead what would be
+compiled as batches come. CheckpointError says what is wrong with a folder, OutOfFrames that a budget is used up.
+"""
 
 from __future__ import annotations
 

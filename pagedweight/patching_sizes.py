@@ -60,7 +60,7 @@ def warn_unless_smaller(paged_bytes: int, dense_bytes: int) -> None:
         warnings.warn(
             f"expert weights take {paged_bytes} bytes at the largest width, no less than the {dense_bytes} they took "
             "before: their rows are short beside their tables; quantize to smaller widths",
-            stacklevel=2,
+            stacklevel=5,  # whoever called patch or load
         )
 
 

@@ -8,7 +8,7 @@ from statistics import median
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
-BEGIN, END = "<!-- results: begin -->\n", "<!-- results: end -->\n"
+PARTS = ("gains", "layer")  # between <!-- gains: begin --> and <!-- gains: end -->, and likewise
 SHAPE = "qwen"
 DECODED, PREFILLED = (1, 4, 16, 64), (512, 2048)
 WIDTHS = ("3", "4", "6", "mixed")
@@ -89,13 +89,16 @@ def models(decoded: dict, shared: dict, pressed: dict, served: dict) -> str:
 
 
 def rewritten(readme: str) -> str:
-    """The README with what is between its two marks replaced."""
-    head, rest = readme.split(BEGIN)
+    """The README with what is between its marks replaced."""
     gains = models(
         *map(record, ("h200-throughput-qwen-fast", "h200-throughput-qwen-shared", "h200-pressure-qwen", "h200-vllm"))
     )
-    made = table(record("h200-decode-rows"), record("h200-prefill"))
-    return f"{head}{BEGIN}\n{gains}\n{made}\n{END}{rest.split(END)[1]}"
+    layer = table(record("h200-decode-rows"), record("h200-prefill"))
+    for part, made in zip(PARTS, (gains, layer), strict=True):
+        begin, end = f"<!-- {part}: begin -->\n", f"<!-- {part}: end -->\n"
+        head, rest = readme.split(begin)
+        readme = f"{head}{begin}\n{made}\n{end}{rest.split(end)[1]}"
+    return readme
 
 
 def main() -> None:

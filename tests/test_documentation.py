@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 
+import pagedweight
 from pagedweight.cli.main import app
 
 ROOT = Path(__file__).parents[1]
@@ -94,6 +95,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "budget_bytes" in api
     assert "fonts.googleapis" not in api
     assert (tmp_path / "site" / "repository" / "bench" / "LOG.html").is_file()
+
+
+def test_every_public_name_is_on_the_page_of_the_interface() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    shown = {line.rpartition(".")[2] for line in page.splitlines() if line.startswith(":::")}
+    assert set(pagedweight.__all__) <= shown
 
 
 def test_every_command_and_its_exit_codes_are_documented() -> None:

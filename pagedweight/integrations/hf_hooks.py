@@ -91,7 +91,7 @@ def add_boundary_hooks(model: nn.Module, runtime: Boundary, **methods: Callable)
 
     methods: by name, what else stands in for the model's own until take_off().
     """
-    before = BeforeForward(runtime)
+    before = BeforeForward(runtime, tuple(inspect.signature(model.forward).parameters))
     own = weakref.ref(model)  # the model holds what is made here: a reference back would keep its memory
     # One that somebody put on the model stays: the forward's own hook is enough.
     if hasattr(model, "prepare_inputs_for_generation") and "prepare_inputs_for_generation" not in vars(model):
@@ -150,12 +150,14 @@ def _preparing(model: weakref.ref[nn.Module], before: BeforeForward) -> Callable
 class BeforeForward:
     """A pre-hook, since that sees what only the forward knows: how many tokens are new, which are padding, the cache.
 
+    positional: names of the forward's parameters, in order.
     A compiled model runs it too, as ordinary Python between graphs, unless `ahead` was called: then the forward is one
     graph. An exported model has no boundaries.
     """
 
-    def __init__(self, runtime: Boundary) -> None:
+    def __init__(self, runtime: Boundary, positional: Sequence[str]) -> None:
         self._runtime = runtime
+        self._mask_second = positional[1:2] == ("attention_mask",)
         self._called_ahead = False
         self._ahead_of: weakref.ref[torch.Tensor] | None = None
         self._scheduled = False
@@ -196,7 +198,7 @@ class BeforeForward:
             self._packed_boundary()
             return
         batch = shape[0]
-        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        mask = kwargs.get("attention_mask", args[1] if self._mask_second and len(args) > 1 else None)
         set_slots(runtime.slots, mask, *shape, runtime.max_requests)
         if capturing():
             return
@@ -226,13 +228,20 @@ def capturing() -> bool:
 def inputs_of(args: tuple, kwargs: dict) -> torch.Tensor | None:
     """Ids or embeddings of a forward, None when it has neither."""
     ids = kwargs.get("input_ids", args[0] if args else None)
-    return kwargs.get("inputs_embeds") if ids is None else ids
+    ids = kwargs.get("inputs_embeds") if ids is None else ids
+    return ids if isinstance(ids, torch.Tensor) else None
 
 
 def new_tokens(args: tuple, kwargs: dict) -> tuple[int, int] | None:
-    """(batch, new tokens per sequence) of a forward, None when it has neither ids nor embeddings."""
-    ids = inputs_of(args, kwargs)
-    return None if ids is None else (ids.shape[0], ids.shape[1])
+    """(batch, new tokens per sequence) of a forward, None when it has neither ids nor embeddings.
+
+    Ids are (B, T), embeddings (B, T, H), or (T, H) of one sequence.
+    """
+    given = inputs_of(args, kwargs)
+    if given is None or given.dim() < 2:
+        return None
+    batch, tokens = given.shape[:2]
+    return (1, batch) if given.dim() == 2 and given.is_floating_point() else (batch, tokens)
 
 
 def set_slots(slots: TokenSlots, mask: object, batch: int, tokens: int, max_requests: int) -> None:
