@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import NamedTuple
 
 import torch
@@ -58,11 +59,12 @@ def unfold_shared_experts(folded: list[Folded]) -> None:
         experts.num_experts = routed
         block.add_module(name, shared)
         vars(block).pop("forward", None)
+        vars(block).pop("folded_experts", None)
 
 
 def is_folded(model: nn.Module) -> bool:
     """Whether some layer's shared expert is among its experts."""
-    return any(isinstance(vars(module).get("forward"), _Routed) for module in model.modules())
+    return any("folded_experts" in vars(module) for module in model.modules())
 
 
 def refuse_folded(model: nn.Module) -> None:
@@ -102,7 +104,8 @@ def _fold(model: nn.Module, experts: ExpertsModule) -> Folded:
     delattr(block, name)
     for matrix in MATRICES:
         getattr(shared, matrix).weight = None
-    block.forward = _Routed(block, routed, count)
+    block.folded_experts = routed, count
+    block.forward = MethodType(_routed_and_shared, block)
     folded = Folded(block, name, shared, routed)
     _check_same(block, tried, before, folded)
     return folded
@@ -125,22 +128,18 @@ def _check_same(block: nn.Module, tried: Tensor, before: Tensor, folded: Folded)
         )
 
 
-class _Routed:
-    """The block's forward with its shared expert among the experts."""
-
-    def __init__(self, block: nn.Module, routed: int, shared: int) -> None:
-        self._block, self._ids = block, range(routed, routed + shared)
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        block, count = self._block, len(self._ids)
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        _, weights, ids = block.gate(tokens)
-        gate: Callable[[Tensor], Tensor] | None = getattr(block, GATE, None)
-        share = weights.new_ones(len(tokens), 1) if gate is None else torch.sigmoid(gate(tokens)).to(weights.dtype)
-        always = torch.arange(self._ids.start, self._ids.stop, dtype=ids.dtype, device=ids.device)
-        ids = torch.cat([ids, always.expand(len(tokens), count)], dim=1)
-        weights = torch.cat([weights, share.expand(len(tokens), count)], dim=1)
-        return block.experts(tokens, ids, weights).view(hidden_states.shape)
+def _routed_and_shared(block: nn.Module, hidden_states: Tensor) -> Tensor:
+    """The block's forward with its shared expert among the experts: one function for all layers, so that whoever
+    compiles them one by one compiles it once."""
+    first, count = block.folded_experts
+    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    _, weights, ids = block.gate(tokens)
+    gate: Callable[[Tensor], Tensor] | None = getattr(block, GATE, None)
+    share = weights.new_ones(len(tokens), 1) if gate is None else torch.sigmoid(gate(tokens)).to(weights.dtype)
+    always = torch.arange(first, first + count, dtype=ids.dtype, device=ids.device)
+    ids = torch.cat([ids, always.expand(len(tokens), count)], dim=1)
+    weights = torch.cat([weights, share.expand(len(tokens), count)], dim=1)
+    return block.experts(tokens, ids, weights).view(hidden_states.shape)
 
 
 def _put(module: nn.Module, name: str, weight: Tensor) -> None:

@@ -2,33 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from bench.e2e.compiled import compilation, compile_layers
 from bench.e2e.decoding import Mark
 
 WHOLE_CACHE = "whole_cache"
 ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 WARM_UP_STEPS = 2
 KERNELS_LISTED = 100
-RECOMPILE_LIMIT = 32  # kinds of experts, and one sequence or more
+
+
+class Slots(NamedTuple):
+    """One layer's keys and values (B, heads, tokens, head), and the (1,) slot that the next token is written to."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    position: torch.Tensor
 
 
 def attend_to_whole_cache() -> None:
-    """Make known to transformers an attention of one new token to every slot of a full static cache, without a mask."""
-    AttentionInterface.register(WHOLE_CACHE, sdpa_attention_forward)
+    """Make known to transformers an attention of one new token to every slot of a full cache, without a mask."""
+    AttentionInterface.register(WHOLE_CACHE, whole_cache_attention)
     AttentionMaskInterface.register(WHOLE_CACHE, lambda *args, **kwargs: None)
 
 
-class PlainCache(StaticCache):
+def whole_cache_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: object, **kwargs: object
+) -> tuple[torch.Tensor, None]:
+    """To the cache that has joined the model, after writing to it; without one, to the keys that are given."""
+    slots = getattr(module, "slots", None)
+    if slots is not None:
+        key = slots.keys.index_copy_(2, slots.position, key)
+        value = slots.values.index_copy_(2, slots.position, value)
+    return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+
+
+class WholeCache(StaticCache):
     """A static cache whose layers share one position, which the caller moves on: transformers' own compute it anew in
-    each. Compiled layers call it as ordinary Python, or their numbers would each be compiled for."""
+    each. Attention writes to it: a layer then reads tensors alone, no number of its own, and one compiled graph serves
+    all layers."""
 
     position: torch.Tensor
 
@@ -37,29 +60,22 @@ class PlainCache(StaticCache):
         for layer in self.layers:
             layer.cumulative_length = self.position[0]
 
-    @torch.compiler.disable
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        layer = self.layers[layer_idx]
-        layer.keys.index_copy_(2, self.position, key_states)
-        layer.values.index_copy_(2, self.position, value_states)
-        return layer.keys, layer.values
+        return key_states, value_states
 
-
-def compile_layers(model: PreTrainedModel, *, experts_too: bool) -> None:
-    """Let torch.compile fuse what is small in every decoder layer; the cache stays as it is, and experts unless told.
-
-    Call it again when experts have been replaced; what is compiled already is used again.
-    """
-    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # or a graph for each layer's number
-    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    for layer in model.model.layers:
-        experts = layer.mlp.experts
-        vars(experts).pop("forward", None)
-        if not experts_too:
-            experts.forward = torch.compiler.disable(experts.forward)
-        layer.compile(dynamic=True)
+    @contextmanager
+    def joined(self, model: PreTrainedModel) -> Iterator[None]:
+        """The model's attention writes to this cache and reads it, until the block is left."""
+        attention = [layer.self_attn for layer in model.model.layers]
+        for module, layer in zip(attention, self.layers, strict=True):
+            module.slots = Slots(layer.keys, layer.values, self.position)
+        try:
+            yield
+        finally:
+            for module in attention:
+                del module.slots
 
 
 class CapturedDecoding:
@@ -67,12 +83,15 @@ class CapturedDecoding:
 
     Past keys and values are drawn. A sequence's next token is its likeliest, moved by a drawn offset of its own: random
     weights would soon write the same token everywhere, and then every sequence would call the same experts.
-    ids: (B, 1), the next step's tokens. logits: (B, vocabulary) of the last step.
+    ids: (B, 1), the next step's tokens. logits: (B, vocabulary) of the last step. compiled: compile_layers first.
+    compilation: of compiled layers, how many graphs serve them.
     """
 
     logits: torch.Tensor
 
-    def __init__(self, model: PreTrainedModel, batch: int, context_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, batch: int, context_tokens: int, *, compiled: bool = False) -> None:
+        if compiled:
+            compile_layers(model)
         self.model, self.batch, self.context_tokens = model, batch, context_tokens
         self.cache = drawn_cache(model, batch, context_tokens)
         self._vocabulary = model.config.vocab_size
@@ -82,6 +101,9 @@ class CapturedDecoding:
         self._offsets = torch.randint(self._vocabulary, (batch, 1), **options)
         self.ids = self._first_ids.clone()
         self._graph = self._capture() if model.device.type == "cuda" else None
+        if self._graph is None:
+            self._forward()
+        self.compilation = compilation() if compiled else {}
 
     def restart(self, steps: int) -> None:
         """From the first tokens again, with so many steps to go before the cache is full."""
@@ -124,10 +146,15 @@ class CapturedDecoding:
         return sorted(spent, key=lambda row: -row["us"])[:KERNELS_LISTED]
 
     @torch.no_grad()
+    def next_logits(self) -> torch.Tensor:
+        """(B, vocabulary) of the next step, called as it is; the cache stays where it is."""
+        with self.cache.joined(self.model):
+            output = self.model(input_ids=self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        return output.logits[:, -1]
+
     def _forward(self) -> None:
-        output = self.model(input_ids=self.ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.logits = self.next_logits()
         self.cache.position.add_(1)
-        self.logits = output.logits[:, -1]
         self.ids.copy_((self.logits.argmax(-1, keepdim=True) + self._offsets) % self._vocabulary)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
@@ -147,12 +174,12 @@ class CapturedDecoding:
         return graph
 
 
-def drawn_cache(model: PreTrainedModel, batch: int, tokens: int) -> PlainCache:
+def drawn_cache(model: PreTrainedModel, batch: int, tokens: int) -> WholeCache:
     """Random keys and values in every slot."""
     config = model.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     like = torch.empty(batch, config.num_key_value_heads, 1, head, dtype=model.dtype, device=model.device)
-    cache = PlainCache(config=config, max_cache_len=tokens)
+    cache = WholeCache(config=config, max_cache_len=tokens)
     drawn = torch.Generator(model.device).manual_seed(1)
     for layer in cache.layers:
         layer.lazy_initialization(like, like)

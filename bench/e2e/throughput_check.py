@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import torch
 
 from bench.e2e.captured import CapturedDecoding
 from bench.e2e.drawn import Drawn
+from bench.e2e.throughput_rows import Setting, without_hooks
 from pagedweight.kernels.device_order import plane_geometry, stored_columns
 from pagedweight.kernels.reference import decode_blocks
 from pagedweight.layout import Projection
 
 EXPERTS_AT_ONCE = 4
+ERROR_LIMIT = 2e-2  # of the largest logit, in bf16
+
+
+def answers(drawn: Drawn, batches: list[int], setting: Setting) -> list[dict]:
+    """Of a model of one layer, at mixed and uniform widths: how far captured steps are from the dense twin's.
+
+    control: the same answer's distance from the twin at the widths before.
+    """
+    widths = drawn.store.layout.widths
+    model = without_hooks(drawn, widths[-1])
+    mixed, rows = np.random.default_rng(0).choice(widths, drawn.store.layout.rows), []
+    for batch in batches:
+        decoding, before = setting.decoding(model, batch), None
+        for kind, bits in [("mixed", mixed)] + [(str(b), np.full_like(mixed, b)) for b in widths]:
+            with model.pagedweight.held_at(bits):
+                got, wanted = step_logits(decoding), twin_logits(drawn, decoding)
+            row = {"batch": batch, "widths": kind, "error": error_of(got, wanted)}
+            row |= {"ok": row["error"] <= ERROR_LIMIT}
+            row |= {} if before is None else {"control": error_of(got, before)}
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            before = wanted
+    return rows
 
 
 def error_of(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -36,10 +63,8 @@ def twin_logits(drawn: Drawn, decoding: CapturedDecoding) -> torch.Tensor:
     drawn.found[0].put_weights(*dense_weights(drawn))
     drawn.found[0].restore(model)
     try:
-        with torch.no_grad():
-            return model(
-                input_ids=decoding.ids, past_key_values=decoding.cache, use_cache=True, logits_to_keep=1
-            ).logits[:, -1]
+        with torch.compiler.set_stance("force_eager"):
+            return decoding.next_logits()
     finally:
         drawn.found[0].drop_weights()
         model.set_submodule(at, paged)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import numpy as np
-from transformers import PreTrainedModel
 
 from bench.e2e.captured import CapturedDecoding
 from pagedweight.patching_model import PagedModel
@@ -55,10 +54,9 @@ def growing_steps(runtime: PagedModel) -> int:
     return max(1, min(MOST_GROWING_STEPS, int(SHARE * releasable) // block))
 
 
-def moving_row(model: PreTrainedModel, batch: int, context_tokens: int) -> dict:
+def moving_row(decoding: CapturedDecoding) -> dict:
     """Tokens/s while moving and held still, and what has moved."""
-    runtime = model.pagedweight
-    decoding = CapturedDecoding(model, batch, context_tokens)
+    runtime, batch = decoding.model.pagedweight, decoding.batch
     neighbour, start = Neighbour(runtime, growing_steps(runtime)), runtime.snapshot()
     took = decoding.milliseconds(CYCLES * (neighbour.growing_steps + AWAY_STEPS), neighbour.step)
     neighbour.leave()

@@ -13,6 +13,9 @@ from transformers.integrations.moe import (
     grouped_mm_experts_forward,
 )
 
+GROUPED = "HF grouped_mm"
+NOT_COMPILED = f"{GROUPED}, not compiled"
+FUSED = "vLLM fused_experts"
 NO_TIME = "experts in no time"
 MARLIN = "vLLM Marlin int4"
 MARLIN_GROUP = 128  # columns that share a scale
@@ -25,12 +28,12 @@ def register_peers() -> dict[str, str]:
     all leave, which no kernel of experts can come below.
     """
     peers = {
-        "HF grouped_mm": grouped_mm_experts_forward,
+        GROUPED: grouped_mm_experts_forward,
         "HF batched_mm": batched_mm_experts_forward,
         NO_TIME: passed_by,
     }
     if find_spec("vllm") is not None:
-        peers |= {"vLLM fused_experts": vllm_experts_forward, MARLIN: marlin_experts_forward}
+        peers |= {FUSED: vllm_experts_forward, MARLIN: marlin_experts_forward}
     names = {name: name.lower().replace(" ", "_") + "_bf16" for name in peers}
     for name, forward in peers.items():
         ExpertsInterface.register(names[name], forward)
@@ -41,6 +44,7 @@ def passed_by(experts: nn.Module, hidden_states: torch.Tensor, *routing: torch.T
     return hidden_states
 
 
+@torch.compiler.disable
 def vllm_experts_forward(
     experts: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -63,6 +67,7 @@ def put_int4(modules: Iterable[nn.Module], hidden: int, intermediate: int, exper
         module.int4 = (*drawn(2 * intermediate, hidden), *drawn(hidden, intermediate))
 
 
+@torch.compiler.disable
 def marlin_experts_forward(
     experts: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
-from bench.e2e.captured import CapturedDecoding, compile_layers
+from bench.e2e.captured import CapturedDecoding
 from bench.e2e.drawn import Drawn
-from bench.e2e.throughput_peers import MARLIN, put_int4, register_peers
+from bench.e2e.throughput_memory import fresh_peak, memory_by_pool, peak_bytes
+from bench.e2e.throughput_peers import GROUPED, MARLIN, NOT_COMPILED, put_int4, register_peers
+from bench.e2e.throughput_widths import held_bytes, mixed_bits
 from pagedweight import RuntimeConfig
 from pagedweight.integrations.kv_pool import sequence_frames
 
@@ -31,6 +31,9 @@ class Setting(NamedTuple):
     profiled: tuple[int, ...] = ()
     compiled: bool = False
 
+    def decoding(self, model: PreTrainedModel, batch: int) -> CapturedDecoding:
+        return CapturedDecoding(model, batch, self.context_tokens, compiled=self.compiled)
+
 
 def measured(decoding: CapturedDecoding, setting: Setting) -> list[float]:
     """Milliseconds a step, once per round."""
@@ -45,6 +48,7 @@ def row_of(decoding: CapturedDecoding, experts: str, took: list[float], **more: 
         "batch": decoding.batch,
         "tokens_per_second": 1e3 * decoding.batch / best,
         "step_ms": took,
+        **decoding.compilation,
         **more,
     }
 
@@ -53,39 +57,38 @@ def kernels_of(decoding: CapturedDecoding, setting: Setting) -> dict:
     return {"kernels": decoding.kernels()} if decoding.batch in setting.profiled else {}
 
 
-def fresh_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        gc.collect()
-        torch._C._cuda_clearCublasWorkspaces()  # one for each stream that there ever was
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+def peak_of(decoding: CapturedDecoding, setting: Setting) -> dict:
+    """The process's peak so far, and where the memory is that it holds."""
+    device = decoding.model.device
+    peak = {"peak_reserved_bytes": peak_bytes(device)}
+    return peak | ({"memory": memory_by_pool(device)} if decoding.batch in setting.profiled else {})
 
 
-def peak_bytes(device: torch.device) -> int:
-    return torch.cuda.max_memory_reserved() if device.type == "cuda" else 0
+def patched_beside_cache(drawn: Drawn, width: int) -> PreTrainedModel:
+    """Patched with a budget of the bytes of one width, and the least that a budget holds of KV cache: its own cache is
+    beside the arena."""
+    sizes = drawn.store.host.sizes
+    spare = sequence_frames(drawn.kv_layers, sizes.frame_bytes, RuntimeConfig().block_tokens) * sizes.frame_bytes
+    return drawn.patched(RuntimeConfig(budget_bytes=drawn.resident_bytes()[width] + spare))
 
 
-def without_hooks(drawn: Drawn, budget_bytes: int, *, compiled: bool = False) -> PreTrainedModel:
-    """Patched, and its boundary left to the caller: a captured step has none inside."""
-    spare = sequence_frames(drawn.kv_layers, drawn.store.host.sizes.frame_bytes, RuntimeConfig().block_tokens)
-    budget_bytes += spare * drawn.store.host.sizes.frame_bytes
-    model = drawn.patched(RuntimeConfig(budget_bytes=budget_bytes))
+def without_hooks(drawn: Drawn, width: int) -> PreTrainedModel:
+    """The same, its boundary left to the caller: a captured step has none inside."""
+    model = patched_beside_cache(drawn, width)
     model.pagedweight.hooks.take_off()
-    if compiled:
-        compile_layers(model, experts_too=False)
     return model
 
 
 def dense_rows(model: PreTrainedModel, peers: list[str], batches: list[int], setting: Setting) -> list[dict]:
     """Part 2, but for Marlin's experts."""
-    rows = []
-    for name, implementation in register_peers().items():
-        if name not in peers or name == MARLIN:
-            continue
-        model.set_experts_implementation(implementation)
-        if setting.compiled:
-            compile_layers(model, experts_too=name.startswith("HF"))
-        rows += peer_rows(model, name, batches, setting)
+    implementations, rows = register_peers(), []
+    if setting.compiled and GROUPED in peers:  # before anything is
+        model.set_experts_implementation(implementations[GROUPED])
+        rows += peer_rows(model, NOT_COMPILED, batches, setting._replace(compiled=False))
+    for name, implementation in implementations.items():
+        if name in peers and name != MARLIN:
+            model.set_experts_implementation(implementation)
+            rows += peer_rows(model, name, batches, setting)
     return rows
 
 
@@ -93,9 +96,9 @@ def peer_rows(model: PreTrainedModel, name: str, batches: list[int], setting: Se
     rows = []
     for batch in batches:
         fresh_peak(model.device)
-        decoding = CapturedDecoding(model, batch, setting.context_tokens)
+        decoding = setting.decoding(model, batch)
         took = measured(decoding, setting)
-        rows.append(row_of(decoding, name, took, peak_reserved_bytes=peak_bytes(model.device)))
+        rows.append(row_of(decoding, name, took, **peak_of(decoding, setting)))
         print(json.dumps(rows[-1]), flush=True)
         rows[-1] |= kernels_of(decoding, setting)
         del decoding
@@ -115,23 +118,25 @@ def marlin_rows(drawn: Drawn, batches: list[int], setting: Setting) -> list[dict
 
 def paged_rows(drawn: Drawn, width: int, batches: list[int], setting: Setting) -> list[dict]:
     """Part 3, at the bytes of one uniform width: each batch alone for its peak memory, then all of them in turns."""
-    model = without_hooks(drawn, drawn.resident_bytes()[width], compiled=setting.compiled)
+    model = without_hooks(drawn, width)
     uniform, mixed = np.full(drawn.store.layout.rows, width), mixed_bits(drawn, width)
     kinds = {"uniform": uniform} if mixed is None else {"uniform": uniform, "mixed": mixed}
     peaks = {}
     with model.pagedweight.held_at(uniform):
         for batch in batches:
             fresh_peak(model.device)
-            CapturedDecoding(model, batch, setting.context_tokens).milliseconds(SETTLING_STEPS)
-            peaks[batch] = peak_bytes(model.device)
-    decodings = [CapturedDecoding(model, batch, setting.context_tokens) for batch in batches]
+            decoding = setting.decoding(model, batch)
+            decoding.milliseconds(SETTLING_STEPS)
+            peaks[batch] = peak_of(decoding, setting)
+            del decoding
+    decodings = [setting.decoding(model, batch) for batch in batches]
     took, listed = taken_in_turns(decodings, kinds, setting)
     rows = []
     for decoding in decodings:
         for kind, bits in kinds.items():
             held = {"bits": float(bits.mean()), "weight_bytes": held_bytes(drawn, bits)}
             of_batch = {name: took[name, decoding.batch] for name in kinds}
-            row = row_of(decoding, kind, of_batch[kind], width=width, peak_reserved_bytes=peaks[decoding.batch], **held)
+            row = row_of(decoding, kind, of_batch[kind], width=width, **peaks[decoding.batch], **held)
             print(json.dumps(row | against(of_batch, kind)), flush=True)
             rows.append(row | against(of_batch, kind) | listed[kind, decoding.batch])
     return rows
@@ -159,40 +164,6 @@ def against(took: dict[str, list[float]], kind: str) -> dict[str, float]:
     if kind == "uniform":
         return {}
     return {"slower_than_uniform": float(np.median(np.divide(took[kind], took["uniform"])) - 1)}
-
-
-def held_bytes(drawn: Drawn, bits: np.ndarray) -> int:
-    """Arena bytes of planes and tables."""
-    sizes = drawn.store.host.sizes
-    return int(sizes.resident_bytes()[np.arange(len(bits)), np.searchsorted(sizes.widths, bits)].sum())
-
-
-def mixed_bits(drawn: Drawn, width: int) -> np.ndarray | None:
-    """(R,): at random a third of the rows of each projection one bit up and a third one bit down, then rows back or
-    further rows up until as many bytes are held as at the uniform width, no more. None at the lowest and highest width.
-    """
-    if width in (drawn.store.layout.widths[0], drawn.store.layout.widths[-1]):
-        return None
-    rng, rows = np.random.default_rng(width), drawn.store.layout.rows
-    bits, raised, level = np.full(rows, width), [], []
-    for projection in range(2):
-        order = 2 * rng.permutation(rows // 2) + projection
-        third = len(order) // 3
-        bits[order[:third]] += 1
-        bits[order[third : 2 * third]] -= 1
-        raised.append(order[:third])
-        level.append(order[2 * third :])
-    limit = held_bytes(drawn, np.full(rows, width))
-    for row in rng.permutation(np.concatenate(raised)):
-        if held_bytes(drawn, bits) <= limit:
-            break
-        bits[row] = width
-    for row in rng.permutation(np.concatenate(level)):
-        bits[row] += 1
-        if held_bytes(drawn, bits) > limit:
-            bits[row] = width
-            break
-    return bits
 
 
 def bars(rows: list[dict], dense: list[dict]) -> list[dict]:

@@ -8,12 +8,14 @@ import pytest
 pytest.importorskip("transformers", reason="needs the hf extra")
 
 from bench.e2e.captured import WHOLE_CACHE, CapturedDecoding, attend_to_whole_cache
+from bench.e2e.compiled import compilation, compile_layers
 from bench.e2e.drawn import Drawn, dense_model, draw
-from bench.e2e.throughput import ERROR_LIMIT, PAGES
-from bench.e2e.throughput_check import error_of, step_logits, twin_logits
+from bench.e2e.throughput_check import ERROR_LIMIT, error_of, step_logits, twin_logits
 from bench.e2e.throughput_generate import dense_generate_rows, paged_generate_rows
 from bench.e2e.throughput_moving import moving_row
-from bench.e2e.throughput_rows import Setting, held_bytes, mixed_bits, without_hooks
+from bench.e2e.throughput_pages import PAGES, drawn_of
+from bench.e2e.throughput_rows import Setting, without_hooks
+from bench.e2e.throughput_widths import held_bytes, mixed_bits
 
 WIDTHS = PAGES["lut16"][0]
 
@@ -27,7 +29,7 @@ def drawn() -> Drawn:
 
 
 def test_the_step_is_the_dense_models_at_its_own_widths_and_at_no_others(drawn: Drawn) -> None:
-    model = without_hooks(drawn, drawn.resident_bytes()[WIDTHS[-1]])
+    model = without_hooks(drawn, WIDTHS[-1])
     decoding, rng = CapturedDecoding(model, 3, 32), np.random.default_rng(0)
     answers = []
     for _ in range(2):
@@ -35,6 +37,22 @@ def test_the_step_is_the_dense_models_at_its_own_widths_and_at_no_others(drawn: 
             answers.append((step_logits(decoding), twin_logits(drawn, decoding)))
     (got, wanted), (_, other) = answers
     assert error_of(got, wanted) <= ERROR_LIMIT < error_of(got, other)
+
+
+def test_compiled_layers_answer_the_same_from_one_graph_and_one_that_takes_their_numbers() -> None:
+    attend_to_whole_cache()
+    dense = dense_model("tiny", 3, "cpu")
+    dense.set_attn_implementation(WHOLE_CACHE)
+    model = without_hooks(drawn_of(dense, "fast", shared=True), 4)
+    with model.pagedweight.held_at(4):
+        decoding = CapturedDecoding(model, 2, 32)
+        wanted = step_logits(decoding)
+        compile_layers(model, "eager")
+        got = step_logits(decoding)
+    assert compilation() == {"graphs": 2, "graph_breaks": 0}
+    assert error_of(got, wanted) <= ERROR_LIMIT
+    counted = model.pagedweight.stats.counts.sum((0, 2))
+    assert len(set(counted.tolist())) == 1, "each layer counts in its own place"
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -48,8 +66,8 @@ def test_mixed_widths_hold_no_more_bytes_than_the_uniform_one(drawn: Drawn, widt
 
 
 def test_pages_leave_and_come_back_beside_the_steps(drawn: Drawn) -> None:
-    model = without_hooks(drawn, drawn.resident_bytes()[WIDTHS[-1]])
-    row = moving_row(model, 2, 512)
+    model = without_hooks(drawn, WIDTHS[-1])
+    row = moving_row(CapturedDecoding(model, 2, 512))
     assert row["growing_steps"] >= 1
     assert row["tokens_per_second"][0] > 0
     model.pagedweight.check()
