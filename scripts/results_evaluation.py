@@ -13,7 +13,6 @@ from pagedweight.evaluation.methods import FULL, REFERENCE
 from pagedweight.evaluation.report import rows as evaluation_rows
 from scripts.results_tables import Lines, made_by, table
 
-
 NONE = "none"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ import numpy as np
 from bench.policies_plans import BF16, FULL
 from bench.policies_report import sizes, window_kl
 from bench.quality_parts import bootstrap_ratio
-from pagedweight.evaluation.methods import FULL as METHOD
-from pagedweight.evaluation.report import rows as evaluation_rows
 from scripts.results_ablations import codebooks, levels
+from scripts.results_evaluation import dynamic, evaluation
 from scripts.results_speed import MODELS, throughput
 from scripts.results_tables import Lines, made_by, table
 
@@ -71,100 +70,6 @@ def ratio(cells: Mapping[str, Any], name: str, bits: float) -> tuple[str, float]
         return "-", 1.0
     low, high = bootstrap_ratio(own, full)
     return f"{own.mean() / full.mean():.2f} ({low:.2f} to {high:.2f})", high
-
-
-def evaluation(record: Mapping[str, Any]) -> Lines:
-    """What `pagedweight eval` wrote."""
-    settings, rows = record["settings"], evaluation_rows(record)
-    tasks = list(settings["tasks"])
-    yield f"### {settings['checkpoint']}, {settings['count']} items a task of at most {settings['tokens']} tokens"
-    yield ""
-    yield from table(
-        ["method", "budget, bits", "bits", "MB", *tasks],
-        (
-            (
-                row["method"],
-                row["budget"],
-                "" if row["bits"] is None else f"{row['bits']:.2f}",
-                "" if row["weight_bytes"] is None else f"{row['weight_bytes'] / 1e6:.2f}",
-                *(of_task(row["tasks"][task]) if task in row["tasks"] else "" for task in tasks),
-            )
-            for row in rows
-        ),
-    )
-    yield (
-        "Of a text its perplexity, of gold answers nats a token; then mean KL to the unquantized model in 10^-3 nats, "
-        "and how often both like the same token best, in per cent. A text's second halves count, with the first as "
-        "context."
-    )
-    yield f"KL of {METHOD} is above another method's beyond its interval: {', '.join(_above(record)) or 'nowhere'}."
-    if "note" in record:
-        yield record["note"]
-    yield ""
-    wall, cpu = (sum(cell.get(name, 0.0) for cell in _cells(record)) / 60 for name in ("seconds", "cpu_seconds"))
-    device = record["machine"]["device"]
-    yield from made_by(record, f"{device}, {wall:.1f} minutes of measuring, {cpu:.1f} of them the process's own")
-
-
-def _above(record: Mapping[str, Any]) -> Iterator[str]:
-    """Where the full planner loses: task, budget and the other method."""
-    cells = record["cells"]
-    for other in sorted(cells.keys() - {METHOD, "reference"}):
-        for budget, tasks in sorted(cells.get(METHOD, {}).items()):
-            for task, own in tasks.items():
-                beside = cells[other].get(budget, {}).get(task)
-                if beside and len(beside["kl"]) == len(own["kl"]):
-                    low, _ = bootstrap_ratio(np.array(own["kl"]), np.array(beside["kl"]))
-                    if low > 1:
-                        yield f"{task} at {budget} ({other})"
-
-
-def _cells(record: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    for budgets in record["cells"].values():
-        for tasks in budgets.values():
-            yield from tasks.values()
-
-
-def of_task(task: Mapping[str, float]) -> str:
-    lost = task.get("perplexity", task.get("nats"))
-    return f"{lost:.3f} / {1e3 * task['kl']:.3f} / {100 * task['agreement']:.1f}"
-
-
-def dynamic(record: Mapping[str, Any]) -> Lines:
-    """Table 2's regime: bits change while the cache grows."""
-    settings, cells, above = record["settings"], record["cells"], []
-    yield f"### {settings['checkpoint']}, {settings['batch']} sequences of {settings['tokens']} tokens in one budget"
-    yield ""
-    rows = []
-    for width, tasks in cells["dynamic"].items():
-        for task, moving in tasks.items():
-            uniform = cells["uniform"][width][task]
-            kl = [np.array(cell["kl"]) for cell in (uniform, moving)]
-            low, high = bootstrap_ratio(kl[1], kl[0])
-            first, last = moving["bits"]
-            if low > 1:
-                above.append(f"{task} at {width}")
-            rows.append(
-                (
-                    f"{task}, uniform {width}",
-                    f"{uniform['peak_bytes'] / 1e6:.2f} / {moving['peak_bytes'] / 1e6:.2f}",
-                    f"{first:.2f} to {last:.2f}",
-                    f"{1e3 * kl[0].mean():.3f} / {1e3 * kl[1].mean():.3f}",
-                    f"{kl[1].mean() / kl[0].mean():.2f} ({low:.2f} to {high:.2f})",
-                    f"{np.mean(uniform['loss']):.4f} / {np.mean(moving['loss']):.4f}",
-                )
-            )
-    yield from table(
-        ["task and width", "peak MB, both", "bits while it grows", "KL, 10^-3 nats", "ratio", "loss, nats"], rows
-    )
-    yield (
-        f"Weights and KV cache share a budget: the peak of the uniform width. {settings['count']} prompts a task are "
-        f"read {settings['chunk']} tokens at a time; what counts is the text's second half or the gold answer, which "
-        "come last. Each pair: uniform, then ours; the ratio of KL with its 95 % interval over the same items."
-    )
-    yield f"Above the uniform width's beyond its interval: {', '.join(above) or 'none'}."
-    yield ""
-    yield from made_by(record, record["machine"]["device"])
 
 
 def shared_experts(record: Mapping[str, Any]) -> Lines:
