@@ -20,6 +20,7 @@ compiled as batches come. CheckpointError says what is wrong with a folder, OutO
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pagedweight.integrations.hf_register import register as _register
@@ -70,11 +71,16 @@ _HOMES = {
     "save": "saving_patched",
     "unpatch": "patching",
 }
+# These load a model or its tokenizer, whatever they are given.
+_NEED_TRANSFORMERS = {"PagedWeightConfig", "calibrate", "from_pretrained", "load", "quantize"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'pagedweight' has no attribute {name!r}")
+    if name in _NEED_TRANSFORMERS and find_spec("transformers") is None:
+        sentence = f"pagedweight.{name} needs transformers, not installed; run: pip install 'pagedweight[hf]'"
+        raise ModuleNotFoundError(sentence, name="transformers")
     return getattr(import_module(f"pagedweight.{_HOMES[name]}"), name)
 
 

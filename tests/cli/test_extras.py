@@ -44,6 +44,17 @@ for command in {commands}:
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, (command, done.exit_code, done.output, done.exception)
 """
+IN_PYTHON = """
+import sys
+sys.modules["transformers"] = None
+import pagedweight
+pagedweight.patch, pagedweight.save, pagedweight.Policy
+for name in ("PagedWeightConfig", "calibrate", "from_pretrained", "load", "quantize"):
+    try:
+        getattr(pagedweight, name)
+    except ModuleNotFoundError as error:
+        print(error)
+"""
 
 
 @pytest.mark.parametrize(
@@ -74,3 +85,11 @@ def test_commands_that_need_no_extra_run_without_any() -> None:
     code = WITHOUT_ANY.format(names=names, commands=commands)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_in_python_too_a_missing_transformers_is_named_with_what_to_install() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_PYTHON], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert len(said) == 5
+    assert all("needs transformers, not installed; run: pip install 'pagedweight[hf]'" in line for line in said)
