@@ -83,6 +83,16 @@ LOOKALIKES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+def test_two_models_in_one_are_refused() -> None:
+    """Such as a model that speaks and one that listens: their layers have the same numbers."""
+    gated = {
+        "_apply_gate": lambda self, products: nn.functional.silu(products.chunk(2, -1)[0]) * products.chunk(2, -1)[1]
+    }
+    both = nn.ModuleDict({name: holding(fused(**gated)) for name in ("talker", "thinker")})
+    with pytest.raises(ValueError, match=r"talker\.layers\.0\.mlp and thinker\.layers\.0\.mlp are both layer 0; patch"):
+        find_experts(both)
+
+
 @pytest.mark.parametrize("kind", LOOKALIKES)
 def test_what_only_looks_like_experts_is_one_sentence(kind: str) -> None:
     make, says = LOOKALIKES[kind]

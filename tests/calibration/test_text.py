@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedweight.calibration.text import read_documents, token_windows
+from pagedweight.calibration.text import read_documents, text_in, token_windows
 
 
 def encode(text: str) -> list[int]:
@@ -30,6 +31,12 @@ def test_windows_hold_every_token_in_order(documents: list[str], length: int) ->
     assert windows.mask[-1, 0]
     rows = [batch.tokens for batch in windows.batches(2)]
     assert torch.equal(torch.cat(rows), windows.tokens)
+
+
+def test_text_in_another_encoding_is_refused_with_its_first_byte(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.txt is no UTF-8 text at byte 3; give text, or convert it"):
+        text_in(tmp_path / "latin.txt")
 
 
 def test_a_count_of_windows_is_kept() -> None:

@@ -62,6 +62,13 @@ def test_the_second_half_of_a_texts_windows_counts(tmp_path: Path) -> None:
     assert items.beginnings == [16, 16]
 
 
+def test_a_text_of_less_than_half_a_window_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("a" * 40, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"less than half a window of 128 tokens; give more text, or a --length"):
+        read_items(path, encode, Size(128, 8), None)
+
+
 @given(st.lists(st.tuples(st.text("abc ", min_size=1), st.text("xyz", min_size=1)), min_size=1, max_size=6))
 def test_every_item_has_a_prompt_and_something_to_score(pairs: list[tuple[str, str]]) -> None:
     from pagedweight.evaluation.items import FORMS, answer_items

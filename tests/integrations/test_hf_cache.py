@@ -334,6 +334,13 @@ def test_a_token_that_does_not_fit_a_frame_is_refused() -> None:
         SlabShape(3, 16, torch.float32).tokens_per_frame(128)
 
 
+def test_a_cache_for_a_model_of_other_layers_is_refused() -> None:
+    pool, other = make_pool(MAKE["G16"]()), copy.deepcopy(MAKE["G16"]().config)
+    other.num_hidden_layers, other.layer_types = 1, other.layer_types[:1]
+    with pytest.raises(ValueError, match="the pool knows 2 cached layers and the model's config 1"):
+        ArenaCache(pool, other)
+
+
 def test_another_kind_of_cache_is_refused() -> None:
     with pytest.raises(ValueError, match=r"layer 3 keeps a StaticLayer.*patch without budget_bytes"):
         layer_shapes(3, StaticLayer(max_cache_len=8))

@@ -190,10 +190,10 @@ def test_frames_may_lie_anywhere_among_garbage(layer, seed):
 
 @pytest.mark.parametrize("width", range(3, 9))
 def test_case_1_every_width_with_columns_that_fill_no_word(width):
-    layer = make_layer(4, 64, 44, tuple(range(2, 9)))
+    layer = make_layer(4, 60, 44, tuple(range(2, 9)))
     bits = torch.full((8,), width, dtype=torch.int32)
     ids, weights = draw_routing(5, 4, 2)
-    x = draw_tokens(5, 64)
+    x = draw_tokens(5, 60)
     assert_close(run_kernel(layer, layer.place(bits), x, ids, weights).out, layer.moe(x, ids, weights, bits).float())
 
 
