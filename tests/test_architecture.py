@@ -45,7 +45,10 @@ ONLY = {"experts": {"layout", "kernels"}}
 RUNTIME = {
     "config": 0,
     "kv": 0,
+    "frame_ids": 0,
     "frames": 0,
+    "host_memory": 0,
+    "interrupts": 0,
     "pages": 0,
     "transfer": 0,
     "table_view": 0,

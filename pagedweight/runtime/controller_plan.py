@@ -11,8 +11,9 @@ import numpy as np
 
 from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
-from pagedweight.runtime.controller_pace import Pace
 from pagedweight.runtime.controller_queue import ReadyQueue
+from pagedweight.runtime.controller_raise import RaiseLimits
+from pagedweight.runtime.controller_rhythm import Rhythm
 from pagedweight.runtime.controller_signals import SignalReader
 from pagedweight.runtime.controller_work import PlanWorker
 from pagedweight.runtime.frames import Arena
@@ -23,15 +24,12 @@ from pagedweight.runtime.planner import Plan, plan_raise
 from pagedweight.runtime.planner_scores import damage_now_and_at_floor
 from pagedweight.runtime.planner_trace import TraceWriter
 from pagedweight.runtime.table import PageTable
-from pagedweight.runtime.table_view import TableSnapshot, Transition
+from pagedweight.runtime.table_view import TableSnapshot
 
 _LOG = logging.getLogger(__name__)
 _NOTHING = Plan()
 # Statistics and queue grow old for so many periods: asking costs a forward about 0.3 ms, and signals drift slowly.
 _SHORTEST_WAIT_PERIODS, _LONGEST_WAIT_PERIODS = 8, 32
-_STEPS_PER_RAISE = 2  # mean widths that a row rises by at once
-# Pressure that comes back soon is a rhythm, such as bursts of short prompts; a slower one than this is followed.
-_LONGEST_HOLD_STEPS = 64
 
 
 class Planning:
@@ -59,7 +57,6 @@ class Planning:
         self.shortfall_bytes = 0
         self._table = table
         self._pager = pager
-        self._arena = arena
         self._policy = policy
         self._config = config
         self._signals = signals
@@ -68,24 +65,15 @@ class Planning:
         self._shared = shared
         background = len(table.committed) >= config.background_rows and not config.deterministic
         self._worker = PlanWorker(background=background)
-        step_bytes = np.diff(table.snapshot().bytes, axis=1)  # empty where a model has one width
-        self._mean_step_bytes = step_bytes.sum() / max(1, step_bytes.size)
-        self._largest_step_bytes = int(step_bytes.max(initial=0))
-        self._pace = Pace(timed=not config.deterministic)
         self.queue = ReadyQueue(table, policy, self._worker, trace)
+        self._raises = RaiseLimits(table, pager, arena, config)
+        self._rhythm = Rhythm(table, pager)
         self._signals_at = 0
         self._fruitless: tuple[int, ...] | None = None
         self._forecast_blocks = 0
         self._answered: tuple[KVState, int] | None = None
         self._pressed_for = 0
         self._calm_for = 0
-        self._hold_steps = 0
-        self._rhythm_of = self._table.version
-        self._lowered_rows, self._lowered_at = pager.moves.lowered_rows, -math.inf
-        self._raised_since = False
-        self._parent_at: tuple[tuple[int, int] | None, bool] = None, False
-        self._asked: tuple[Transition, ...] = ()
-        self._no_room: set[int] = set()
 
     def decide(self, kv: KVState, forecast_blocks: int = 0) -> Plan:
         """This boundary's plan. Planning again where nothing has changed since an empty plan waits for the period.
@@ -93,9 +81,8 @@ class Planning:
         forecast_blocks: KV blocks expected soon; thresholds and targets take them for gone, as they do pending ones.
         """
         self._forecast_blocks = forecast_blocks
-        self._pace.tick()
-        self._note_refused()
-        self._learn_rhythm()
+        self._raises.begin()
+        self._rhythm.learn()
         step, period = self._table.step, self._config.plan_period_steps
         if (step + 1) % period == 0 and step + 1 - self._signals_at >= self._wait_steps(kv):
             self._signals_at = step + 1
@@ -157,23 +144,8 @@ class Planning:
         plan = self.queue.plan(seen, self._prepare(seen, kv), pressure)
         if plan.transitions:
             self._answered = kv, plan.released_bytes
-            self._no_room.clear()
+            self._raises.forget_refused()
         return plan
-
-    def _learn_rhythm(self) -> None:
-        """Rows that were raised just to fall again, by a plan or an emergency, are not raised before there has been
-        room for twice as long."""
-        if self._rhythm_of == self._table.version:
-            return
-        self._rhythm_of, lowered = self._table.version, self._pager.moves.lowered_rows
-        if lowered == self._lowered_rows:
-            return
-        since = self._table.step - self._lowered_at
-        if since > 2 * _LONGEST_HOLD_STEPS:
-            self._hold_steps //= 2
-        elif self._raised_since:
-            self._hold_steps = min(max(self._hold_steps, 2 * since), _LONGEST_HOLD_STEPS)
-        self._lowered_rows, self._lowered_at, self._raised_since = lowered, self._table.step, False
 
     def _prepare(self, seen: TableSnapshot, kv: KVState, *, ask: bool = True) -> Callable[[], Observation]:
         """What makes the observation; merging and converting the statistics is left to the planner's thread."""
@@ -201,8 +173,8 @@ class Planning:
 
         Where there is nothing to raise the queue is refreshed when it is due, or no longer fits the widths.
         """
-        available = min(self._raise_bytes(kv, self._config.reload_free_blocks), self._most_raised_bytes())
-        if available <= 0 or self._calm_for < self._hold_steps or self._at_parent_width():
+        available = self._raises.available_bytes(kv, self._forecast_blocks)
+        if available <= 0 or self._calm_for < self._rhythm.hold_steps or self._raises.at_parent_width:
             self.queue.take()
             outdated = self._worker.background and self.queue.stale
             if outdated or (due and self.queue.age_steps >= self._wait_steps(kv)):
@@ -214,17 +186,16 @@ class Planning:
         *made_for, plan = asked
         if self._trace is not None:
             self._trace.raised(*made_for, plan)
-        self._asked = self._within(plan.transitions, kv, available)
-        if self._asked:
+        raising = self._raises.within(plan.transitions, kv, self._forecast_blocks, available)
+        if raising:
             self._answered = None
-            self._raised_since = True
+            self._rhythm.raised()
         else:
-            self._no_room.clear()
-        return plan._replace(transitions=self._asked)
+            self._raises.forget_refused()
+        return plan._replace(transitions=raising)
 
     def _raise_call(self, kv: KVState, available: int) -> Callable[[], tuple]:
-        seen = self._table.snapshot()
-        seen.busy[list(self._no_room)] = True
+        seen = self._raises.candidates()
         observing, policy = self._prepare(seen, kv), self._policy
 
         def call() -> tuple:
@@ -239,52 +210,11 @@ class Planning:
         periods = min(max(_SHORTEST_WAIT_PERIODS, reaches), _LONGEST_WAIT_PERIODS)
         return periods * self._config.plan_period_steps
 
-    def _at_parent_width(self) -> bool:
-        """Whether no row can be raised further; asked at every boundary, so looked up once for each change."""
-        now = self._table.version, self._pager.loading_bytes
-        if self._parent_at[0] != now:
-            self._parent_at = now, self._table.at_parent_width
-        return self._parent_at[1]
-
-    def _note_refused(self) -> None:
-        """Rows of the last boundary's raise for which the pager found no run of frames let others try, until none is
-        left or frames are released. At later boundaries a row may have risen and been lowered again."""
-        if not self._asked:
-            return
-        at_rest = self._table.desired == self._table.committed
-        self._no_room |= {t.row for t in self._asked if at_rest[t.row] and self._table.committed[t.row] == t.from_bits}
-        self._asked = ()
-
-    def _most_raised_bytes(self) -> int:
-        return max(int(self._pace.rows * _STEPS_PER_RAISE * self._mean_step_bytes), self._largest_step_bytes)
-
-    def _raise_bytes(self, kv: KVState, threshold_blocks: int) -> int:
-        """Bytes that raises may take while more free blocks than the threshold stay."""
-        loadable = self._config.max_loading_bytes - self._pager.loading_bytes
-        return min(kv.bytes_above(threshold_blocks + self._forecast_blocks), self._arena.free_bytes, loadable)
-
-    def _within(self, raising: tuple[Transition, ...], kv: KVState, available: int) -> tuple[Transition, ...]:
-        """The raises that fit what is available now, also while old tables stay beside the new ones until these serve.
-
-        For that short time they may take blocks below the reload threshold, as long as that is no pressure.
-        """
-        room = self._raise_bytes(kv, self._config.offload_free_blocks)
-        kept, most_rows = [], self._pace.rows
-        for transition, old_table in zip(raising, self._table.slot_bytes(_rows(raising)).tolist(), strict=True):
-            if len(kept) == most_rows:
-                break
-            needed = transition.bytes + old_table
-            if needed <= room and transition.bytes <= available:
-                kept.append(transition)
-                room -= needed
-                available -= transition.bytes
-        return tuple(kept)
-
     def _state_above_pressure(self, kv: KVState) -> str:
         """Pressure is over only above the reload threshold, as movement has it: no change of state at every block."""
         if kv.headroom_blocks - self._forecast_blocks <= self._config.reload_free_blocks:
             return self.state
-        return "at rest" if self._at_parent_width() else "restoring"
+        return "at rest" if self._raises.at_parent_width else "restoring"
 
     def _note(self, state: str, shortfall_bytes: int, kv: KVState) -> None:
         """One log line for each change of state, however many boundaries it lasts."""
@@ -292,7 +222,3 @@ class Planning:
         if state != self.state:
             self.state = state
             _LOG.info("expert weights are %s: %s, shortfall %d bytes", state, kv, shortfall_bytes)
-
-
-def _rows(moves: tuple[Transition, ...]) -> np.ndarray:
-    return np.array([t.row for t in moves], dtype=np.int64)

@@ -13,11 +13,8 @@ import numpy as np
 import torch
 
 from pagedweight.layout import Layout, table_bytes
+from pagedweight.runtime.host_memory import HostMemory
 
-# Page-locking costs per call, and the allocator of page-locked memory rounds each request up to a power of two: so
-# chunks are large powers of two, and a page takes what it needs of one.
-_CHUNK_BYTES = 256 * 2**20
-_SMALLEST_CHUNK_BYTES = 2**16
 _UNLIMITED_BYTES = 2**62
 
 
@@ -80,9 +77,9 @@ class HostPages:
         self._source = source
         self._pinned_budget_bytes = _UNLIMITED_BYTES if pinned_bytes is None else pinned_bytes
         self._table_bytes = int(sizes.table_frames.sum()) * sizes.frame_bytes
-        self._table_memory = _HostMemory(self._table_bytes)
+        self._table_memory = HostMemory(self._table_bytes)
         kept_planes = sizes.planes if source is None else sizes.planes - sizes.widths[0]
-        self._plane_memory = _HostMemory(int(sizes.plane_frames.sum()) * kept_planes * sizes.frame_bytes)
+        self._plane_memory = HostMemory(int(sizes.plane_frames.sum()) * kept_planes * sizes.frame_bytes)
         self._pages: dict[tuple[int, int], torch.Tensor] = {}
         self._reserved: dict[tuple[int, int], torch.Tensor] = {}
         self._tables: dict[tuple[int, int], torch.Tensor] = {}
@@ -159,8 +156,8 @@ class HostPages:
         self._pages.clear()
         self._reserved.clear()
         self._tables.clear()
-        self._table_memory = _HostMemory(0)
-        self._plane_memory = _HostMemory(0)
+        self._table_memory = HostMemory(0)
+        self._plane_memory = HostMemory(0)
 
     def _room(self, row: int, *, pageable: bool) -> torch.Tensor | None:
         """Memory for a page of the row; None when it would be pageable and that is not wanted."""
@@ -169,7 +166,7 @@ class HostPages:
         return self._take(self._plane_memory, size, kept_for_tables, pageable=pageable)
 
     def _take(
-        self, memory: _HostMemory, count: int, held_elsewhere_bytes: int, *, pageable: bool
+        self, memory: HostMemory, count: int, held_elsewhere_bytes: int, *, pageable: bool
     ) -> torch.Tensor | None:
         """Room in one of the memories, with one warning once page-locked memory is used up."""
         room = memory.take(count, self._pinned_budget_bytes - held_elsewhere_bytes, pageable=pageable)
@@ -183,54 +180,3 @@ class HostPages:
                 stacklevel=4,
             )
         return room
-
-
-class _HostMemory:
-    """Bytes handed out from large chunks, page-locked while the budget lasts. Nothing is given back.
-
-    locked_out: whether no more can be page-locked.
-    """
-
-    def __init__(self, expected_bytes: int) -> None:
-        self.pinned_bytes = 0
-        self.locked_out = False
-        self._expected_bytes = expected_bytes
-        self._chunk = torch.empty(0, dtype=torch.uint8)
-        self._used = 0
-
-    def take(self, count: int, pinned_budget_bytes: int, *, pageable: bool) -> torch.Tensor | None:
-        """uint8 (count,); pinned_budget_bytes: what this memory may lock in all. None when only pageable memory is
-        left and that is not wanted.
-        """
-        if self._used + count > len(self._chunk):
-            chunk = self._new_chunk(count, pinned_budget_bytes - self.pinned_bytes, pageable)
-            if chunk is None:
-                return None
-            self._chunk = chunk
-            self._expected_bytes = max(0, self._expected_bytes - len(self._chunk))
-            self._used = 0
-        start, self._used = self._used, self._used + count
-        return self._chunk[start : start + count]
-
-    def _new_chunk(self, count: int, lockable_bytes: int, pageable: bool) -> torch.Tensor | None:
-        wanted = max(min(_CHUNK_BYTES, self._expected_bytes), _SMALLEST_CHUNK_BYTES)
-        size = max(_power_of_two_below(min(wanted, max(1, lockable_bytes))), _power_of_two_above(count))
-        with torch.inference_mode(False):
-            if not self.locked_out and size <= lockable_bytes:
-                try:
-                    chunk = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-                except RuntimeError:  # the system's own limit
-                    pass
-                else:
-                    self.pinned_bytes += size
-                    return chunk
-            self.locked_out = True
-            return torch.empty(max(count, wanted), dtype=torch.uint8) if pageable else None
-
-
-def _power_of_two_below(count: int) -> int:
-    return 1 << (count.bit_length() - 1)
-
-
-def _power_of_two_above(count: int) -> int:
-    return 1 << (count - 1).bit_length()

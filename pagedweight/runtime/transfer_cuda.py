@@ -11,6 +11,7 @@ import torch
 from pagedweight.runtime.frames import Arena
 from pagedweight.runtime.transfer import FrameCopy, Ticket
 from pagedweight.runtime.transfer_batch import DriverCopies, Pieces, pieces_of
+from pagedweight.runtime.transfer_staging import WORD, Staging
 
 # A half of the staging memory: long enough that launches cost little beside the copy, short enough that little is left
 # to spread once the last bytes have crossed the bus.
@@ -19,12 +20,9 @@ _STAGING_BYTES = 32 * 2**20
 _COPY_STREAMS = 2
 # Tables that lowered widths wait for: some 90 KiB each, a hundred at a boundary.
 _WRITING_BYTES = 8 * 2**20
-# An arena is at least so many halves: what lies beside it is not in its accounts.
-_LEAST_HALVES = 128
 # Rows of the page table and frame ids that cross beside a forward: under 1 KiB for each row that a boundary moves. What
 # is larger, in itself or beside its arena, would keep memory from the allocator for long.
 _UPLOAD_BYTES, _LEAST_UPLOADS = 2**16, 4096
-_WORD = torch.complex128  # frames spread 16 bytes at a time
 
 
 class _EventTicket:
@@ -48,38 +46,6 @@ class _EventTicket:
         return 0.0 if self._began is None else self._began.elapsed_time(self._event) / 1e3
 
 
-class _Half:
-    """(frames, words) of staging memory; `free` is the event after which it may be overwritten."""
-
-    def __init__(self, rows: torch.Tensor) -> None:
-        self.rows = rows
-        self.address = rows.data_ptr()
-        self.free = torch.cuda.Event()
-        # The memory may have been another tensor's, which kernels launched so far still use.
-        self.free.record(torch.cuda.current_stream(rows.device))
-
-
-class _Staging:
-    """Two halves of memory beside the arena, used in turn; made when they are first wanted."""
-
-    def __init__(self, arena: Arena, most_bytes: int) -> None:
-        self.half_frames = max(1, min(most_bytes // arena.frame_bytes, arena.frames // _LEAST_HALVES))
-        self.half_bytes = self.half_frames * arena.frame_bytes
-        self._shape = (2, self.half_frames, arena.frame_bytes // _WORD.itemsize)
-        self._device = arena.memory.device
-        self._halves: list[_Half] = []
-
-    def next_half(self, streams: Sequence[torch.cuda.Stream]) -> _Half:
-        """The half that has been in use for longer; what comes next on the streams may overwrite it."""
-        if not self._halves:
-            with torch.inference_mode(False):  # or only what runs there could write to them
-                self._halves = [_Half(rows) for rows in torch.empty(self._shape, dtype=_WORD, device=self._device)]
-        self._halves.reverse()
-        for stream in streams:
-            stream.wait_event(self._halves[0].free)
-        return self._halves[0]
-
-
 class CudaEngine:
     """Two streams beside the compute stream (the caller's current stream); nothing here waits for the device.
 
@@ -98,13 +64,13 @@ class CudaEngine:
         batched: bool = True,
     ) -> None:
         self._device = arena.memory.device
-        self._words = arena.rows.view(_WORD)
+        self._words = arena.rows.view(WORD)
         self._copy_streams = [torch.cuda.Stream(self._device) for _ in range(copy_streams)]
         self._spread_stream = torch.cuda.Stream(self._device)
         self._write_stream = torch.cuda.Stream(self._device)
         self._copies = DriverCopies(batched=batched)
-        self._staging = _Staging(arena, staging_bytes)
-        self._writing = _Staging(arena, _WRITING_BYTES)
+        self._staging = Staging(arena, staging_bytes)
+        self._writing = Staging(arena, _WRITING_BYTES)
         self._written: list[_EventTicket] = []
         self._most_upload_bytes = min(_UPLOAD_BYTES, arena.memory.numel() // _LEAST_UPLOADS)
 
@@ -131,7 +97,7 @@ class CudaEngine:
                     half = self._staging.next_half([self._spread_stream])
                     with torch.cuda.stream(self._spread_stream):
                         torch.index_select(self._words, 0, part, out=half.rows[: len(part)])
-                        target.view(_WORD).view(len(part), -1).copy_(half.rows[: len(part)], non_blocking=True)
+                        target.view(WORD).view(len(part), -1).copy_(half.rows[: len(part)], non_blocking=True)
                     half.free.record(self._spread_stream)
             return _EventTicket(self._spread_stream, (host for _, host in copies))
 
@@ -174,7 +140,7 @@ class CudaEngine:
         self,
         ids: torch.Tensor,
         pieces: Pieces,
-        staging: _Staging,
+        staging: Staging,
         copying: Sequence[torch.cuda.Stream],
         spreading: torch.cuda.Stream,
         began: torch.cuda.Event | None = None,
@@ -194,7 +160,7 @@ class CudaEngine:
                 self._words.index_copy_(0, part, half.rows[: len(part)])
             half.free.record(spreading)
 
-    def _pieces(self, copies: Sequence[FrameCopy], staging: _Staging) -> tuple[list[torch.Tensor], Pieces]:
+    def _pieces(self, copies: Sequence[FrameCopy], staging: Staging) -> tuple[list[torch.Tensor], Pieces]:
         """The copies' bytes in page-locked memory, and where they lie."""
         hosts = [host for _, host in copies]
         places = _places(hosts)

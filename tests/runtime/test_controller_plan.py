@@ -428,10 +428,10 @@ def test_after_a_long_quiet_room_has_to_stay_half_as_long():
     model = tiny_model()
     runtime = tiny_runtime(model, model.resident_frames(6) + 40)
     planning = runtime._planning
-    planning._hold_steps = 64  # as pressure that comes back soon after every raise leaves it
+    planning._rhythm.hold_steps = 64  # as pressure that comes back soon after every raise leaves it
     held = []
     while not planning._pager.moves.lowered_rows:
         held.append(runtime.allocate_kv(4))
         runtime.boundary()
     runtime.boundary()
-    assert planning._hold_steps == 32
+    assert planning._rhythm.hold_steps == 32

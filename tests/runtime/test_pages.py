@@ -6,7 +6,8 @@ import torch
 
 from pagedweight.kernels.device_order import choose_frame_bytes, plane_geometry
 from pagedweight.layout import Layout, MoeLayer
-from pagedweight.runtime.pages import HostPages, PageSizes, _power_of_two_above
+from pagedweight.runtime.host_memory import _power_of_two_above
+from pagedweight.runtime.pages import HostPages, PageSizes
 
 LAYOUT = Layout((MoeLayer(0, 2, 8, 4),), (2, 4), {2: "lut16", 4: "lut16"})
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedweight.runtime import transfer_cuda
+from pagedweight.runtime import transfer_cuda, transfer_staging
 from pagedweight.runtime.frames import Arena
 from pagedweight.runtime.transfer import FrameCopy
 from pagedweight.runtime.transfer_cuda import CudaEngine
@@ -105,7 +105,7 @@ def test_every_piece_lies_in_a_page_and_in_staging_and_every_byte_arrives(picked
         hosts.append(page if where is None else chunks[where][at : at + size])
     places = np.split(np.array(random.sample(range(FRAMES), FRAMES)), np.cumsum([count for count, _ in picked]))[:-1]
     with without_cuda() as made, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer_cuda, "_LEAST_HALVES", 1)
+        patch.setattr(transfer_staging, "_LEAST_HALVES", 1)
         patch.setattr(transfer_cuda, "_WRITING_BYTES", half_frames * FRAME_BYTES)
         arena = Arena(FRAMES * FRAME_BYTES, FRAME_BYTES)
         arena.memory.fill_(0xA5)
