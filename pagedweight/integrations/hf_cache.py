@@ -38,12 +38,22 @@ class ArenaLayer(CacheLayerMixin):
         stop = self._seen + tokens
         return [Span(slab, stop - self._kept(tokens), stop) for slab in self._slabs]
 
+    def has_room(self, tokens: int) -> bool:
+        """Whether that can be written as things are."""
+        keys, values = self._slabs
+        return keys.has_room(self._seen + tokens) and values.has_room(self._seen + tokens)
+
+    @property
+    def torn(self) -> bool:
+        """Whether a forward ended between the tokens' keys, their values and their count."""
+        return any(slab.start < slab.stop != self._seen for slab in self._slabs)
+
     def check_batch(self, batch: int) -> None:
         """ValueError when tokens of another number of sequences are held."""
         for slab in self._slabs:
-            if slab.tokens and slab.frames.shape[0] != batch:
+            if slab.start < slab.stop and len(slab.frames) != batch:
                 raise ValueError(
-                    f"the cache holds {slab.frames.shape[0]} sequences and got {batch}; "
+                    f"the cache holds {len(slab.frames)} sequences and got {batch}; "
                     "reset() it or make a new cache with new_cache()"
                 )
 
@@ -53,11 +63,12 @@ class ArenaLayer(CacheLayerMixin):
         self._check(key_states, value_states)
         batch, _, tokens, _ = key_states.shape
         kept = self._kept(tokens)
-        grow(self._pool, self._holdings, self.growth(tokens), batch)
-        fresh = self._seen == 0
-        self._seen += tokens
+        if not self.has_room(tokens):
+            grow(self._pool, self._holdings, self.growth(tokens), batch)
         for slab, states in zip(self._slabs, (key_states, value_states), strict=True):
             slab.write(states[:, :, tokens - kept :])
+        fresh = self._seen == 0
+        self._seen += tokens
         seen = (key_states, value_states) if fresh else self._visible(tokens)
         self._shrink()
         return seen
@@ -142,8 +153,9 @@ class ArenaLayer(CacheLayerMixin):
 
     def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         for shape, states in zip(self._shapes, (key_states, value_states), strict=True):
-            got = SlabShape(states.shape[1], states.shape[3], states.dtype)
-            if got != shape:
+            _, heads, _, head_dim = states.shape
+            if heads != shape.heads or head_dim != shape.head_dim or states.dtype != shape.dtype:
+                got = SlabShape(heads, head_dim, states.dtype)
                 raise ValueError(
                     f"keys or values are {got} and the budget was laid out for {shape}; bring the model into its dtype "
                     "before it is patched"
@@ -233,7 +245,9 @@ class ArenaCache(Cache):
         return self._holdings.frames * self._pool.arena.frame_bytes
 
     def frames_by_sequence(self, batch: int) -> list[int]:
-        """Arena frames that each sequence of the batch holds."""
+        """Arena frames that each sequence of the batch holds. ValueError for a batch of none."""
+        if batch < 1:
+            raise ValueError("the batch has no sequence; give at least one")
         return [self._holdings.frames // batch] * batch
 
     def belongs_to(self, pool: KVPool) -> bool:
@@ -257,17 +271,17 @@ class ArenaCache(Cache):
         super().batch_repeat_interleave(repeats)
 
     def _spans(self, batch: int, tokens: int) -> list[Span]:
-        """What a forward writes. ValueError when it does not go with what the cache holds."""
+        """What a forward writes where there is no room yet. ValueError when it does not fit what the cache holds."""
         layers = self._arena_layers()
         lengths = {layer.get_seq_length() for layer in layers}
-        if len(lengths) > 1:
+        if len(lengths) > 1 or any(layer.torn for layer in layers):
             raise ValueError(
                 f"the cache holds {min(lengths)} tokens in some layers and {max(lengths)} in others, since a forward "
                 "ended half-way; reset() it or make a new cache with new_cache()"
             )
         for layer in layers:
             layer.check_batch(batch)
-        return [span for layer in layers for span in layer.growth(tokens)]
+        return [span for layer in layers if not layer.has_room(tokens) for span in layer.growth(tokens)]
 
     def _arena_layers(self) -> list[ArenaLayer]:
         """Layers that hold a cache; a layer that shares another's keeps the model's own empty object."""

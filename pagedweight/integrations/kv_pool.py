@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from pagedweight.runtime.frames import FIXED_KV_OWNER, KV_OWNER, Arena, OutOfFrames
+from pagedweight.runtime.interrupts import InterruptsHeld
 
 
 class SlabShape(NamedTuple):
@@ -48,28 +49,29 @@ class Follower(Protocol):
 class FrameHoldings:
     """The KV frames of one cache, known apart from the cache, so that they can be freed after it is gone.
 
-    followers: what must learn of it when frames move within the arena.
+    followers: what must learn of it when frames move within the arena. frames: how many are held.
     """
 
     def __init__(self, arena: Arena) -> None:
         self.followers: list[Follower] = []
+        self.frames = 0
         self._arena = arena
         self._held = np.zeros(arena.frames, dtype=bool)
 
-    @property
-    def frames(self) -> int:
-        return int(np.count_nonzero(self._held))
-
     def take(self, count: int, allocate: Callable[[int], np.ndarray]) -> np.ndarray:
         """int64 (count,) ids of frames now held. Raises what allocate(count) does."""
-        frames = allocate(count)
-        self._held[frames] = True
-        return frames
+        with InterruptsHeld():
+            frames = allocate(count)
+            self._held[frames] = True
+            self.frames += count
+            return frames
 
     def give(self, frames: np.ndarray) -> None:
         assert self._held[frames].all(), frames
-        self._held[frames] = False
-        self._arena.free(frames)
+        with InterruptsHeld():
+            self._held[frames] = False
+            self.frames -= len(frames)
+            self._arena.free(frames)
 
     def give_all(self) -> None:
         self.give(np.flatnonzero(self._held))
@@ -158,7 +160,8 @@ class KVPool:
     def collect(self) -> None:
         """Free what caches that are gone still held."""
         while self._abandoned:
-            self._abandoned.popleft().give_all()
+            with InterruptsHeld():
+                self._abandoned.popleft().give_all()
 
     def take(self, holdings: FrameHoldings, count: int) -> np.ndarray:
         """int64 (count,) ids of frames for the holdings, made free first if need be. Raises OutOfFrames."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from pagedweight.integrations.kv_pool import KVPool
+from pagedweight.runtime.interrupts import InterruptsHeld
 
 
 class KVSectors:
@@ -59,18 +60,20 @@ class KVSectors:
     def take(self) -> int:
         """The number of a sector that is held from now on; weights there move or give their bytes up. Raises
         OutOfFrames."""
-        first = int(self._pool.take_window(self._holdings, self._frames, self.first_frame)[0])
-        number = (first - self.first_frame) // self._frames
-        self._lent.add(number)
-        return number
+        with InterruptsHeld():
+            first = int(self._pool.take_window(self._holdings, self._frames, self.first_frame)[0])
+            number = (first - self.first_frame) // self._frames
+            self._lent.add(number)
+            return number
 
     def give(self, numbers: Iterable[int]) -> None:
         """Nothing that these sectors hold is needed any more."""
         numbers = sorted(numbers)
         if numbers:
             first = self.first_frame + np.array(numbers) * self._frames
-            self._holdings.give((first[:, None] + np.arange(self._frames)).ravel())
-            self._lent.difference_update(numbers)
+            with InterruptsHeld():
+                self._holdings.give((first[:, None] + np.arange(self._frames)).ravel())
+                self._lent.difference_update(numbers)
 
     def give_all(self) -> None:
         """All but the reserved ones."""

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 
 from pagedweight.integrations.kv_pool import FrameHoldings, KVPool, SlabShape
-from pagedweight.runtime.frames import Arena, replaced
+from pagedweight.runtime.frame_ids import replaced
+from pagedweight.runtime.frames import Arena
+from pagedweight.runtime.interrupts import InterruptsHeld
 
 
 class Slab:
@@ -33,16 +35,23 @@ class Slab:
                 (arena.frames, self.tokens_per_frame, shape.heads, shape.head_dim),
                 (elements, shape.heads * shape.head_dim, shape.head_dim, 1),
             )
-        self.frames: np.ndarray | None = None
-        self._index: torch.Tensor | None = None
-        self.first_column = self.start = self.stop = 0
+        self.start = self.stop = 0
+        self._hold(None, None, 0)
 
     def clear(self) -> None:
         """Forget every token and give every frame back."""
-        if self.frames is not None:
-            self._holdings.give(self.frames.ravel())
-        self.frames = self._index = None
-        self.first_column = self.start = self.stop = 0
+        held = self.frames
+        self.start = self.stop = 0
+        self._hold(None, None, 0)
+        if held is not None:
+            self._holdings.give(held.ravel())
+
+    def _hold(self, frames: np.ndarray | None, index: torch.Tensor | None, first_column: int) -> None:
+        """What follows from the frames is worked out here: most tokens are written and read with those of the last."""
+        self.frames, self._index, self.first_column = frames, index, first_column
+        self._flat = None if index is None else index.flatten()
+        self._last_column: tuple[int, torch.Tensor | None] = -1, None
+        self.room = 0 if frames is None else (first_column + frames.shape[1]) * self.tokens_per_frame
 
     @property
     def tokens(self) -> int:
@@ -51,6 +60,10 @@ class Slab:
     @property
     def columns(self) -> int:
         return 0 if self.frames is None else self.frames.shape[1]
+
+    def has_room(self, stop: int) -> bool:
+        """Whether tokens up to `stop` can be written behind those held."""
+        return self.start < self.stop and stop <= self.room
 
     def missing_columns(self, start: int, stop: int) -> int:
         """Frame columns to add before tokens [start, stop) can be written; an empty slab may begin at any token."""
@@ -65,11 +78,11 @@ class Slab:
     def add_columns(self, start: int, frames: np.ndarray, index: torch.Tensor) -> None:
         """Take over frames (B, n) and their ids on the device; start is used while the slab is empty."""
         if self.frames is None:
-            self.first_column, self.start, self.stop = start // self.tokens_per_frame, start, start
-            self.frames, self._index = frames, index
+            self.start = self.stop = start
+            self._hold(frames, index, start // self.tokens_per_frame)
         else:
-            self.frames = np.concatenate([self.frames, frames], axis=1)
-            self._index = torch.cat([self._index, index], dim=1)
+            together = np.concatenate([self.frames, frames], axis=1), torch.cat([self._index, index], dim=1)
+            self._hold(*together, self.first_column)
 
     def follow(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Frames have moved within the arena: those of the sources that are this slab's are at their targets now."""
@@ -77,7 +90,7 @@ class Slab:
             return
         frames = replaced(self.frames, sources, targets)
         if not np.array_equal(frames, self.frames):
-            self.frames, self._index = frames, on_device(frames, self._device)
+            self._hold(frames, on_device(frames, self._device), self.first_column)
 
     def write(self, states: torch.Tensor) -> None:
         """Append states (B, heads, S, head_dim); the columns must be there."""
@@ -92,26 +105,32 @@ class Slab:
     def _write_one(self, states: torch.Tensor) -> None:
         """One token each, which is what decoding does in every layer: a single launch instead of six."""
         column, place = divmod(self.stop, self.tokens_per_frame)
-        frames = self._index[:, column - self.first_column]
-        self._slots[:, place].index_copy_(0, frames, states.detach()[:, :, 0])
+        if column != self._last_column[0]:
+            self._last_column = column, self._index[:, column - self.first_column]
+        if states.requires_grad:
+            states = states.detach()
+        self._slots.select(1, place).index_copy_(0, self._last_column[1], states.select(2, 0))
         self.stop += 1
 
     def read(self) -> torch.Tensor:
         """(B, heads, tokens, head_dim), every token held, as a copy."""
-        offset = self.start - self.first_column * self.tokens_per_frame
-        gathered = self._slots.index_select(0, self._index.flatten())
-        # One view: unflatten is Python, and this is called for every layer's K and V in every step.
-        tokens = gathered.view(len(self._index), self.columns * self.tokens_per_frame, *gathered.shape[2:])
-        return tokens[:, offset : offset + self.tokens].transpose(1, 2)
+        gathered = self._slots.index_select(0, self._flat)
+        _, token, head, element = gathered.stride()
+        # One view instead of three: this is called for every layer's K and V in every step.
+        return gathered.as_strided(
+            (len(self.frames), gathered.shape[2], self.stop - self.start, gathered.shape[3]),
+            (self.columns * self.tokens_per_frame * token, head, token, element),
+            (self.start - self.first_column * self.tokens_per_frame) * token,
+        )
 
     def drop_before(self, start: int) -> None:
         """Forget tokens before `start` and give back the frames that only held such tokens."""
         self.start = max(self.start, min(start, self.stop))
         gone = min(self.start // self.tokens_per_frame - self.first_column, self.columns)
         if gone > 0:
-            self._holdings.give(self.frames[:, :gone].ravel())
-            self.frames, self._index = self.frames[:, gone:], self._index[:, gone:]
-            self.first_column += gone
+            held = self.frames
+            self._hold(held[:, gone:], self._index[:, gone:], self.first_column + gone)
+            self._holdings.give(held[:, :gone].ravel())
 
     def drop_from(self, stop: int) -> None:
         """Forget tokens from `stop` on and give back the frames that only held such tokens."""
@@ -120,8 +139,9 @@ class Slab:
             return
         self.stop = min(self.stop, stop)
         kept = -(-self.stop // self.tokens_per_frame) - self.first_column
-        self._holdings.give(self.frames[:, kept:].ravel())
-        self.frames, self._index = self.frames[:, :kept], self._index[:, :kept]
+        held = self.frames
+        self._hold(held[:, :kept], self._index[:, :kept], self.first_column)
+        self._holdings.give(held[:, kept:].ravel())
 
     def permute(self, sequences: torch.Tensor) -> None:
         """Sequence i becomes the old sequence sequences[i]; as many sequences as before, so no frame is needed."""
@@ -154,8 +174,14 @@ def grow(pool: KVPool, holdings: FrameHoldings, spans: Sequence[Span], batch: in
     for slab, start, _ in spans:
         slab.forget_reservation(start, batch)
     counts = [batch * slab.missing_columns(start, stop) for slab, start, stop in spans]
-    if not any(counts):
-        return
+    if any(counts):
+        with InterruptsHeld():
+            _add_columns(pool, holdings, spans, counts, batch)
+
+
+def _add_columns(
+    pool: KVPool, holdings: FrameHoldings, spans: Sequence[Span], counts: Sequence[int], batch: int
+) -> None:
     frames = pool.take(holdings, sum(counts))
     with ExitStack() as on_error:
         on_error.callback(holdings.give, frames)

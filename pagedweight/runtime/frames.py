@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -205,30 +204,6 @@ class Arena:
                 "none of their runs is that long"
             )
         return first
-
-
-def replaced(frames: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Frame ids of any shape with each of the sources, in any order, replaced by its target."""
-    order = np.argsort(sources)
-    sources, targets = sources[order], targets[order]
-    at = np.minimum(np.searchsorted(sources, frames), len(sources) - 1)
-    return np.where(sources[at] == frames, targets[at], frames)
-
-
-def run_frames(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Ids of all the frames of several runs."""
-    starts = np.repeat(firsts - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts)
-    return starts + np.arange(counts.sum())
-
-
-def parted(firsts: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
-    """Ids of the frames of each of several runs."""
-    return split(run_frames(firsts, counts), counts)
-
-
-def split(values: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
-    """Consecutive parts of an array, so many values each."""
-    return [values[start:stop] for start, stop in pairwise([0, *np.cumsum(counts).tolist()])]
 
 
 def _aligned_bytes(count: int, device: torch.device | str) -> torch.Tensor:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagedweight.runtime.frames import Arena, OutOfFrames, parted
+from pagedweight.runtime.frame_ids import parted
+from pagedweight.runtime.frames import Arena, OutOfFrames
 from pagedweight.runtime.pager_load import Loads
 from pagedweight.runtime.pager_release import Releases
 from pagedweight.runtime.pager_room import KVMoved

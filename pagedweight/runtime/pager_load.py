@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagedweight.runtime.frames import Arena, OutOfFrames, Owner, OwnerKind, parted, split
+from pagedweight.runtime.frame_ids import parted, split
+from pagedweight.runtime.frames import Arena, OutOfFrames, Owner, OwnerKind
 from pagedweight.runtime.pager_room import Room
 from pagedweight.runtime.pages import HostPages
 from pagedweight.runtime.table import PageTable

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from pagedweight.layout import BlockTables, Layout
-from pagedweight.runtime.frames import Arena, Owner, OwnerKind, replaced, run_frames
+from pagedweight.runtime.frame_ids import replaced, run_frames
+from pagedweight.runtime.frames import Arena, Owner, OwnerKind
 from pagedweight.runtime.pages import PageSizes
 from pagedweight.runtime.table_view import TableSnapshot
 
