@@ -7,6 +7,7 @@ cells even where nothing differs, so what it says of "nowhere" or "in these cell
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -21,9 +22,16 @@ def chance_of_more(own: np.ndarray, other: np.ndarray, seed: int = 0, rounds: in
     own, other: (n,) figures of the same items. Never 0: the signs that were seen count as one draw.
     """
     difference = np.asarray(own, dtype=np.float64) - np.asarray(other, dtype=np.float64)
-    signs = 2.0 * np.random.default_rng(seed).integers(0, 2, (rounds, len(difference)), dtype=np.int8) - 1.0
-    reached = np.count_nonzero(signs @ difference >= difference.sum() - 1e-12 * np.abs(difference).sum())
+    reached = np.count_nonzero(
+        _signs(len(difference), seed, rounds) @ difference >= difference.sum() - 1e-12 * np.abs(difference).sum()
+    )
     return (reached + 1) / (rounds + 1)
+
+
+@lru_cache(maxsize=4)
+def _signs(items: int, seed: int, rounds: int) -> np.ndarray:
+    """float64 (rounds, items) of -1 and 1, the same for all comparisons of as many items."""
+    return 2.0 * np.random.default_rng(seed).integers(0, 2, (rounds, items), dtype=np.int8) - 1.0
 
 
 def holm(chances: Sequence[float], level: float = LEVEL) -> np.ndarray:

@@ -30,9 +30,9 @@ def levels(record: Mapping[str, Any]) -> Lines:
 
 
 def codebooks(record: Mapping[str, Any]) -> Lines:
-    """KL of each codebook beside 16-bit tables, by level."""
+    """KL of each codebook beside 16-bit tables, at the last of the levels that were measured."""
     settings = record["settings"]
-    for level, found in record["kl_nats"].items():
+    for level, found in list(record["kl_nats"].items())[-1:]:
         kl = {name: {bits: np.array(values) for bits, values in by_bits.items()} for name, by_bits in found.items()}
         yield f"### {settings['model']}, level {level}, parent width {settings['parent']}"
         yield ""

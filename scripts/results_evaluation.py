@@ -49,7 +49,7 @@ def evaluation(record: Mapping[str, Any]) -> Lines:
         "context."
     )
     yield ""
-    yield verdict(list(_pairs(record)))
+    yield verdict(list(pairs_of(record)))
     if "note" in record:
         yield record["note"]
     yield ""
@@ -58,7 +58,7 @@ def evaluation(record: Mapping[str, Any]) -> Lines:
     yield from made_by(record, f"{device}, {wall:.1f} minutes of measuring, {cpu:.1f} of them the process's own")
 
 
-def _pairs(record: Mapping[str, Any]) -> Iterator[Pair]:
+def pairs_of(record: Mapping[str, Any]) -> Iterator[Pair]:
     """The full planner beside every other method, by budget and task."""
     cells = record["cells"]
     for other in sorted(cells.keys() - {FULL, REFERENCE}):

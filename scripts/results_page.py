@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.policies_plans import BF16, FULL
-from bench.policies_report import sizes, window_kl
-from bench.quality_parts import bootstrap_ratio
 from scripts.results_ablations import codebooks, levels
+from scripts.results_bars import summary
 from scripts.results_evaluation import dynamic, evaluation
+from scripts.results_policies import policies
 from scripts.results_speed import MODELS, throughput
 from scripts.results_tables import Lines, made_by, table
 
@@ -26,50 +25,6 @@ Made from `bench/results` by `python -m scripts.results_page`; under each table 
 came from. MB are 10^6 bytes. Quality is of small models trained for this project, speed and memory of true shapes with
 random weights: no large pretrained model was at hand.
 """
-ABLATIONS = ("w/o routing statistics", "w/o prompt residual", "w/o page movement", "w/o global sensitivity")
-OWN = (*ABLATIONS, "buckets alone", "plain greedy", "column energies")
-
-
-def policies(record: Mapping[str, Any]) -> Lines:
-    """Figure 5's comparison and Table 4's ablations on one model."""
-    settings, cells = record["settings"], record["cells"]
-    budgets = settings["budgets"]
-    counted = "planes" if settings["bytes"] == "code" else "planes and tables"
-    yield f"### {settings['model']}, level {settings['method']}, budgets in bytes of {counted}"
-    yield ""
-    others = [name for name in cells if name not in (FULL, BF16, *OWN)]
-    for names in (others, [name for name in OWN if name in cells]):
-        rows = [(name, *(ratio(cells, name, bits)[0] for bits in budgets)) for name in names]
-        full = (FULL, *(f"**{1e3 * window_kl(cells, FULL, bits).mean():.3f}**" for bits in budgets))
-        yield from table(["policy", *(f"{bits} bits" for bits in budgets)], [full, *rows])
-    windows = len(window_kl(cells, FULL, budgets[0]))
-    seen = "its first half, KL is of the second" if settings["signals"] == "past" else "all of it"
-    yield (
-        "Mean KL to bf16 of the full planner in 10^-3 nats a token; of the others how many times that, with the 95 % "
-        f"interval of a bootstrap over the same {windows} windows. Live policies plan each window from {seen}."
-    )
-    below = [f"{name} at {bits}" for name in cells for bits in budgets if ratio(cells, name, bits)[1] < 1]
-    yield (f"Below the full planner's: {', '.join(below)}." if below else "None is below it beyond its interval.")
-    yield ""
-    if BF16 in cells:
-        yield "Expert weights in MB, planes alone / as held with tables and frames:"
-        yield ""
-        rows = [(name, *sizes(cells, name, budgets)) for name in (FULL, *others)]
-        yield from table(["policy", *(f"{bits} bits" for bits in budgets)], rows)
-        yield f"In bf16 {next(sizes(cells, BF16, [16.0])).split(' / ')[0]} MB. Two neighbouring widths are held both."
-        yield ""
-    yield from made_by(record, record["machine"])
-
-
-def ratio(cells: Mapping[str, Any], name: str, bits: float) -> tuple[str, float]:
-    """As the table shows it, and the interval's upper end."""
-    if name in (FULL, BF16):
-        return "", 1.0
-    own, full = window_kl(cells, name, bits), window_kl(cells, FULL, bits)
-    if len(own) != len(full):
-        return "-", 1.0
-    low, high = bootstrap_ratio(own, full)
-    return f"{own.mean() / full.mean():.2f} ({low:.2f} to {high:.2f})", high
 
 
 def shared_experts(record: Mapping[str, Any]) -> Lines:
@@ -112,9 +67,14 @@ def capacity(record: Mapping[str, Any]) -> Lines:
     yield from made_by(record, record["gpu"])
 
 
+SPEEDS, COMPILED, EVALUATIONS = "h200-throughput-*.json", "h200-compiled-*.json", "evaluation-*.json"
+SUMMARY = """What was asked, and what came out; every figure is from the tables below. Speed and memory at Qwen1.5-MoE's
+shape with byte tables unless said otherwise."""
 POLICIES = """More: [planner.md](planner.md), bench/policies.py. As a figure (`python -m bench.frontier_figure`):
 
 ![KL to bf16 by mean code bits and policy](frontier.svg)"""
+CODEBOOKS = """More: [codebooks.md](codebooks.md); at level "balanced" too:
+[bench/results/codebooks.md](../bench/results/codebooks.md)."""
 SPEED = """bench/e2e/throughput.py says what a step is. Where its bytes go with one sequence of 2,048 tokens and
 Qwen1.5-MoE's shape: attention, shared experts and head are 3.09 GB of bf16, keys and values 0.40 GB, the four routed
 experts of each layer 1.66 GB. Were bytes all that counts, routed experts at 3 bits would make a bf16 step 1.36 times
@@ -122,6 +82,9 @@ as fast, in no time at all 1.48 times, and with the shared experts at 3 bits too
 reference is not bound by bytes: 67.1 tokens/s are 14.9 ms a step, and its GPU (960 GB/s) reads these 5.15 GB in 5.4
 ms; it waits for the host, as `generate` without graphs does. So bf16 is measured in both forms: every step one CUDA
 graph, and as `generate` calls it, with transformers' own choice of experts."""
+COMPILED_SPEED = """The same with every decoder layer through torch.compile, in bf16 and ours (`--compiled`): what is
+small in a layer (norms, rotary embeddings, routing, activations, additions) is fused in both, so that the experts are
+a larger share of the step; bf16's own experts are traced and fused too."""
 SECTIONS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], Lines], str], ...] = (
     ("Policies at the same bytes", "policies-*.json", policies, POLICIES),
     (
@@ -131,24 +94,31 @@ SECTIONS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], Lines], str], ...]
         "More: [planner.md](planner.md).",
     ),
     ("Quantizer levels", "quality-*.json", levels, "More: [quality.md](quality.md)."),
-    ("Codebooks", "codebooks-*bits.json", codebooks, "More: [codebooks.md](codebooks.md)."),
+    ("Codebooks", "codebooks-*bits.json", codebooks, CODEBOOKS),
     (
         "Texts, gold answers and divergence",
-        "evaluation-*.json",
+        EVALUATIONS,
         evaluation,
         "Any checkpoint: `pagedweight eval --help`.",
     ),
     ("While the KV cache grows", "dynamic-*.json", dynamic, "bench/e2e/dynamic.py."),
-    ("Decoding speed and memory", "h200-throughput-*.json", throughput, SPEED),
+    ("Decoding speed and memory", SPEEDS, throughput, SPEED),
+    ("Decoding with compiled layers", COMPILED, throughput, COMPILED_SPEED),
     ("Shared experts too", "shared-experts-*.json", shared_experts, "How: [transformers.md](transformers.md)."),
     ("Room for KV cache", "h200-capacity-*.json", capacity, "More: [memory.md](memory.md)."),
 )
 
 
+def records_of(*patterns: str) -> list[dict[str, Any]]:
+    paths = [path for pattern in patterns for path in sorted(RESULTS.glob(pattern))]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
 def page() -> str:
-    lines = [HEAD]
+    lines = [HEAD, "## Summary", "", SUMMARY, ""]
+    lines += summary(records_of("policies-*.json"), records_of(SPEEDS, COMPILED), records_of(EVALUATIONS))
     for title, pattern, section, note in SECTIONS:
-        records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob(pattern))]
+        records = records_of(pattern)
         if records:
             lines += [f"## {title}", "", note, ""]
             lines += [line for record in records for line in section(record)]

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bench.e2e.throughput_peers import MARLIN, NO_TIME
+from bench.e2e.throughput_peers import GROUPED, MARLIN, NO_TIME, NOT_COMPILED
 from scripts.results_tables import Lines, made_by, table
 
 MODELS = {"qwen": "Qwen1.5-MoE-A2.7B", "mixtral": "Mixtral-8x7B"}
 # fast: lines at 5 and 6 bits
 TABLES = {"lut16": "16-bit tables", "fast": "byte tables"}
 TABLES |= {f"{name} from 2 bits": f"{text}, from 2 bits" for name, text in TABLES.items()}
-BARS = ((1, 3), (4, 4), (16, 4), (64, 4))  # batch and width; the paper compares the first two
-PEERS = {NO_TIME: "the limit: no experts at all", MARLIN: "4 bits, vLLM Marlin"}
+WIDTHS = (3, 4)  # set beside the others; the paper compares these two
+PEERS = {
+    NO_TIME: "the limit: no experts at all",
+    MARLIN: "4 bits, vLLM Marlin",
+    NOT_COMPILED: f"bf16, {GROUPED}, layers not compiled",
+}
+CALLED = {
+    "generate": "called by generate, no graphs",
+    "compiled generate": "called by generate, compiled by it (static cache)",
+}
 
 
 def throughput(record: Mapping[str, Any]) -> Lines:
@@ -24,94 +32,103 @@ def throughput(record: Mapping[str, Any]) -> Lines:
     yield f"### {'; '.join([title, *(text for name, text in kinds if record.get(name))])}"
     yield ""
     yield from speeds("experts, every step one graph", [*record["dense"], *record.get("paged", [])])
-    yield from beside([bar for bar in record.get("bars", []) if (bar["batch"], bar["width"]) in BARS])
-    if record.get("generate"):
-        yield from speeds("called by generate, no graphs", record["generate"])
-        yield from beside(generate_bars(record))
-    mixed = [row for row in record.get("paged", []) if "slower_than_uniform" in row]
-    if mixed:
-        yield "Mixed widths beside the uniform width of the same bytes, in turns: " + "; ".join(
-            f"{at(row)}: {100 * row['slower_than_uniform']:+.1f} % time" for row in mixed
-        )
-        yield ""
-    if record.get("moving"):
-        yield "While pages leave and come back, beside the same steps held still: " + "; ".join(
-            f"{TABLES[row['codebooks']]}, B = {row['batch']}: {100 * row['slower_than_still']:+.1f} % time "
-            f"(median {100 * (row['median_step_ms'][0] / row['median_step_ms'][1] - 1):+.1f} %), "
-            f"{row['released_bytes'] / 1e6:.0f} MB out and {row['loaded_bytes'] / 1e6:.0f} MB in"
-            for row in record["moving"]
-        )
-        yield ""
+    yield from beside(bar for bar in record.get("bars", []) if bar["width"] in WIDTHS)
+    for name, title in CALLED.items():
+        if record.get(name):
+            yield from speeds(title, record[name])
+            yield from beside(generate_bars(record, name))
+    yield from steadiness(record)
     if "note" in record:
         yield record["note"]
         yield ""
     yield from made_by(record, f"{record['gpu']}, torch, Triton and transformers {', '.join(record['versions'])}")
 
 
-def speeds(title: str, rows: Iterable[Mapping[str, Any]]) -> Lines:
-    """A line for each kind of experts, a column for each batch size."""
-    named: dict[str, dict[int, Mapping[str, Any]]] = {}
-    for row in rows:
-        named.setdefault(named_row(row), {})[row["batch"]] = row
-    batches = sorted({batch for found in named.values() for batch in found})
-    yield from table(
-        [title, *(f"B = {batch}: GB, tokens/s" for batch in batches)],
-        ((name, *(of_speed(found.get(batch)) for batch in batches)) for name, found in named.items()),
-    )
-
-
-def beside(bars: Sequence[Mapping[str, Any]]) -> Lines:
-    if not bars:
-        return
-    yield from table(
-        ["beside", "memory saved", "times tokens/s"],
+def steadiness(record: Mapping[str, Any]) -> Lines:
+    """What mixed widths and moving pages cost."""
+    mixed = [
+        (f"mixed, {row['width']} bits, {TABLES[row['codebooks']]}", row["batch"], percent(row["slower_than_uniform"]))
+        for row in record.get("paged", [])
+        if "slower_than_uniform" in row
+    ]
+    moved = [
         (
-            (
-                f"{at(bar)}, beside {peer(bar['against'])}",
-                "" if bar["against"] == NO_TIME else f"{100 * bar['memory_saved']:.1f} %",
-                f"{bar['times_tokens_per_second']:.2f}",
-            )
-            for bar in bars
-        ),
+            f"pages leave and come back, {TABLES[row['codebooks']]}",
+            row["batch"],
+            f"{percent(row['slower_than_still'])} (median {percent(now / still - 1)}), "
+            f"{row['released_bytes'] / 1e6:.0f} out, {row['loaded_bytes'] / 1e6:.0f} in",
+        )
+        for row in record.get("moving", [])
+        for now, still in [row["median_step_ms"]]
+    ]
+    yield from by_batch("% more time than the uniform width of the same bytes", "{}", mixed)
+    yield from by_batch("% more time than the same steps held still; MB moved", "{}", moved)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:+.1f}"
+
+
+def speeds(title: str, rows: Iterable[Mapping[str, Any]]) -> Lines:
+    yield from by_batch(title, "{}: GB, tokens/s", ((named_row(row), row["batch"], of_speed(row)) for row in rows))
+
+
+def beside(bars: Iterable[Mapping[str, Any]]) -> Lines:
+    cells = (
+        (
+            f"{bar['width']} bits, {TABLES[bar['codebooks']]}, beside {peer(bar['against'])}",
+            bar["batch"],
+            ("-" if bar["against"] == NO_TIME else f"{100 * bar['memory_saved']:.1f} %")
+            + f", {bar['times_tokens_per_second']:.2f}",
+        )
+        for bar in bars
     )
+    yield from by_batch("beside", "{}: memory saved, times tokens/s", cells)
 
 
-def generate_bars(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+def by_batch(title: str, column: str, cells: Iterable[tuple[str, int, str]]) -> Lines:
+    """A line for each name, a column for each batch size; nothing without cells."""
+    named: dict[str, dict[int, str]] = {}
+    for name, batch, cell in cells:
+        named.setdefault(name, {})[batch] = cell
+    batches = sorted({batch for found in named.values() for batch in found})
+    if named:
+        yield from table(
+            [title, *(column.format(f"B = {batch}") for batch in batches)],
+            ((name, *(found.get(batch, "-") for batch in batches)) for name, found in named.items()),
+        )
+
+
+def generate_bars(record: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """What generate calls at a width, and then graphs at that width, beside what it calls in bf16."""
-    called = record["generate"]
-    rows = [(row, "generate") for row in called if "width" in row]
-    rows += [(row, "graphs") for row in record.get("paged", []) if row["experts"] == "uniform"]
+    called = record[name]
+    rows = [(row, "") for row in called if "width" in row]
+    if name == "generate":
+        rows += [(row, " (here in graphs)") for row in record.get("paged", []) if row["experts"] == "uniform"]
     return [
         {
             **{name: row[name] for name in ("batch", "width", "codebooks")},
-            "against": f"generate, {other['cache']} cache" + (" (here in graphs)" if how == "graphs" else ""),
+            "against": f"{named_row(other)}{how}",
             "memory_saved": 1 - row["peak_reserved_bytes"] / max(1, other["peak_reserved_bytes"]),
             "times_tokens_per_second": row["tokens_per_second"] / other["tokens_per_second"],
         }
-        for batch, width in BARS
         for other in called
         for row, how in rows
-        if "width" not in other and other["batch"] == row["batch"] == batch and row["width"] == width
+        if "width" not in other and other["batch"] == row["batch"] and row["width"] in WIDTHS
     ]
-
-
-def at(row: Mapping[str, Any]) -> str:
-    return f"B = {row['batch']}, {row['width']} bits, {TABLES[row['codebooks']]}"
 
 
 def named_row(row: Mapping[str, Any]) -> str:
     cache = f", {row['cache']} cache" if "cache" in row else ""
     if "width" in row:
         return f"{row['experts']}, {row['width']} bits, {TABLES[row['codebooks']]}{cache}"
-    return f"bf16{cache}" if cache else peer(row["experts"])
+    return f"{row['experts']}{cache}" if cache else peer(row["experts"])
 
 
 def peer(experts: str) -> str:
-    return PEERS.get(experts, f"bf16, {experts}")
+    return PEERS.get(experts, experts if experts.startswith("bf16") else f"bf16, {experts}")
 
 
-def of_speed(row: Mapping[str, Any] | None) -> str:
-    if row is None:
-        return "-"
+def of_speed(row: Mapping[str, Any]) -> str:
     held = "-" if row["experts"] == NO_TIME else f"{row['peak_reserved_bytes'] / 1e9:.2f}"
     return f"{held}, {row['tokens_per_second']:.1f}"

@@ -1,0 +1,192 @@
+"""The results page's summary: what was asked of each measurement, what came out, and whether that is enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bench.comparisons import chance_of_more, holm
+from bench.e2e.drawn import SHAPES
+from bench.e2e.throughput_peers import FUSED, GROUPED, NO_TIME, NOT_COMPILED
+from bench.policies_plans import BF16, FULL
+from bench.policies_report import window_kl
+from bench.quality_parts import bootstrap_ratio
+from scripts.results_evaluation import Pair, pairs_of
+from scripts.results_policies import OWN
+from scripts.results_tables import Lines, table
+
+Record = Mapping[str, Any]
+FIXED = ("lut16", "fast")  # checkpoints of 3 to 6 bits: their default tables, and byte tables
+TABLES = {"lut16": "16-bit tables", "fast": "byte tables"}
+MIXED_TIME, MOVING_TIME = 0.02, 0.03  # more than uniform widths take, than pages that stand still
+EVALUATION_MINUTES = 20
+
+
+class Wanted(NamedTuple):
+    """Of one batch at one width beside bf16: the paper's memory saved (with the dense parts too) and speed."""
+
+    batch: int
+    width: int
+    saved: float
+    saved_with_shared: float | None
+    times: float
+
+
+PAPER = (Wanted(1, 3, 0.69, 0.72, 1.94), Wanted(4, 4, 0.63, None, 1.57))
+
+
+class Bar(NamedTuple):
+    """One line of the summary. met: None where a figure is shown beside others without a bar of its own."""
+
+    what: str
+    wanted: str
+    measured: str
+    met: bool | None
+
+    def cells(self) -> tuple[str, ...]:
+        return self.what, self.wanted, self.measured, {True: "met", False: "missed", None: ""}[self.met]
+
+
+def summary(policies: Sequence[Record], speeds: Sequence[Record], evaluations: Sequence[Record]) -> Lines:
+    """Every bar with its figure; nothing is written here that the records do not hold."""
+    bars = [*kl_bars(policies, evaluations), *steadiness(speeds), *speed_bars(speeds), *evaluation_bars(evaluations)]
+    yield from table(["what", "wanted", "measured", ""], [bar.cells() for bar in bars])
+
+
+def kl_bars(policies: Iterable[Record], evaluations: Iterable[Record]) -> Iterator[Bar]:
+    """The full planner's KL beside every baseline's, at every budget of every model."""
+    planned = [
+        Pair(f"{record['settings']['model']}, {name} at {bits} bits", own, other)
+        for record in policies
+        for name in record["cells"].keys() - {FULL, BF16, *OWN}
+        for bits in record["settings"]["budgets"]
+        for own, other in [[window_kl(record["cells"], policy, bits) for policy in (FULL, name)]]
+        if len(own) == len(other)
+    ]
+    tasks = [pair for record in evaluations for pair in pairs_of(record)]
+    for what, pairs in (("over 128 windows of two texts", planned), ("over texts and gold answers", tasks)):
+        if pairs:
+            alone = sum(bootstrap_ratio(pair.own, pair.other)[0] > 1 for pair in pairs)
+            together = int(holm([chance_of_more(pair.own, pair.other) for pair in pairs]).sum())
+            found = f"{alone} of {len(pairs)} beyond the 95 % interval, {together} after Holm's correction"
+            yield Bar(f"KL of the full planner above another policy's, {what}", "never", found, not together)
+
+
+def steadiness(records: Sequence[Record]) -> Iterator[Bar]:
+    """What mixed widths and moving pages cost, where they cost most."""
+    for codebooks, tables in TABLES.items():
+        mixed = [
+            (row["slower_than_uniform"], f"{shape(record)}, B = {row['batch']}, {row['width']} bits")
+            for record in records
+            for row in record.get("paged", [])
+            if "slower_than_uniform" in row and row["codebooks"].startswith(codebooks)
+        ]
+        yield from _most(f"time of mixed widths beside the uniform one of the same bytes, {tables}", mixed, MIXED_TIME)
+    moved = [
+        (row["slower_than_still"], f"{shape(record)}, B = {row['batch']}")
+        for record in records
+        for row in record.get("moving", [])
+    ]
+    yield from _most("time while pages leave and come back, beside the same steps held still", moved, MOVING_TIME)
+
+
+def _most(what: str, found: Sequence[tuple[float, str]], limit: float) -> Iterator[Bar]:
+    if found:
+        most, where = max(found)
+        measured = f"{100 * min(found)[0]:+.1f} to {100 * most:+.1f} % in {len(found)} rows; most: {where}"
+        yield Bar(what, f"at most +{100 * limit:.0f} %", measured, most <= limit)
+
+
+def speed_bars(records: Sequence[Record]) -> Iterator[Bar]:
+    """Memory and tokens/s of the paper's two cases beside bf16, in every form that was measured."""
+    qwen = [record for record in records if record.get("model", "qwen") == "qwen" and byte_tables(record)]
+    for wanted in PAPER:
+        case = f"B = {wanted.batch}, {wanted.width} bits"
+        for record in qwen:
+            own = ours(record, wanted)
+            saved = wanted.saved_with_shared if record.get("shared") else wanted.saved
+            if own is None or saved is None or record.get("compiled"):
+                continue
+            held = beside(record, wanted, GROUPED)["memory_saved"]
+            measured = f"{100 * held:.1f} %"
+            if not record.get("shared"):
+                measured += f" (planes alone: {100 * planes_alone(record, wanted):.1f})"
+            yield Bar(f"{case}: memory saved, {form(record)}", f"{100 * saved:.0f} %", measured, held >= saved)
+        for record in qwen:
+            if ours(record, wanted) is not None:
+                yield from _times(record, wanted, case)
+
+
+def _times(record: Record, wanted: Wanted, case: str) -> Iterator[Bar]:
+    times = beside(record, wanted, GROUPED)["times_tokens_per_second"]
+    limit = beside(record, wanted, NO_TIME)
+    measured = f"{times:.2f} times"
+    if limit is not None:
+        measured += f" (no experts at all: {times / limit['times_tokens_per_second']:.2f})"
+    yield Bar(
+        f"{case}: tokens/s beside HF bf16, {form(record)}", f"{wanted.times} times", measured, times >= wanted.times
+    )
+    for against, name in ((NOT_COMPILED, "HF bf16 that is not compiled"), (FUSED, "vLLM's bf16 experts")):
+        other = beside(record, wanted, against)
+        if other is not None:
+            yield Bar(
+                f"{case}: tokens/s beside {name}, {form(record)}",
+                "shown",
+                f"{other['times_tokens_per_second']:.2f} times",
+                None,
+            )
+
+
+def planes_alone(record: Record, wanted: Wanted) -> float:
+    """Memory saved if routed experts were nothing but their codes, and all else as in bf16's own run."""
+    config = SHAPES[record.get("model", "qwen")][1]()
+    weights = record["layers"] * config.num_experts * 3 * config.hidden_size * config.moe_intermediate_size
+    dense = next(row for row in record["dense"] if (row["experts"], row["batch"]) == (GROUPED, wanted.batch))
+    return (2 - wanted.width / 8) * weights / dense["peak_reserved_bytes"]
+
+
+def ours(record: Record, wanted: Wanted) -> Mapping[str, Any] | None:
+    """The uniform row of the case, where there is one beside HF's experts."""
+    rows = [row for row in record.get("paged", []) if row["experts"] == "uniform" and row["codebooks"] == "fast"]
+    row = next((row for row in rows if (row["batch"], row["width"]) == (wanted.batch, wanted.width)), None)
+    return row if beside(record, wanted, GROUPED) is not None else None
+
+
+def beside(record: Record, wanted: Wanted, against: str) -> Mapping[str, Any] | None:
+    for bar in record.get("bars", []):
+        case = bar["batch"], bar["width"], bar["codebooks"], bar["against"]
+        if case == (wanted.batch, wanted.width, "fast", against):
+            return bar
+    return None
+
+
+def byte_tables(record: Record) -> bool:
+    return any(row["codebooks"] == "fast" for row in record.get("paged", []))
+
+
+def form(record: Record) -> str:
+    """How a step was called, and what was paged."""
+    paged = "routed and shared experts" if record.get("shared") else "routed experts"
+    return f"{paged}; both sides compiled" if record.get("compiled") else paged
+
+
+def shape(record: Record) -> str:
+    return {"qwen": "Qwen", "mixtral": "Mixtral"}[record.get("model", "qwen")]
+
+
+def evaluation_bars(records: Iterable[Record]) -> Iterator[Bar]:
+    """How long the whole evaluation of a small model takes without a GPU."""
+    for record in records:
+        if not record["machine"]["device"].startswith("NVIDIA"):
+            seconds = sum(
+                cell.get("seconds", 0.0)
+                for budgets in record["cells"].values()
+                for tasks in budgets.values()
+                for cell in tasks.values()
+            )
+            yield Bar(
+                f"whole evaluation of {record['settings']['checkpoint']}, CPU, {record['machine']['threads']} thread",
+                f"{EVALUATION_MINUTES} minutes",
+                f"{seconds / 60:.1f} minutes",
+                seconds <= 60 * EVALUATION_MINUTES,
+            )
