@@ -17,6 +17,7 @@ from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
 from pagedweight.saving_hub import HUB_ARGUMENTS, paged_folder
 from pagedweight.saving_source import METHOD, model_class
+from pagedweight.saving_trust import refuse_named_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,20 +82,24 @@ def _check_marked(directory: Path) -> None:
     if not path.is_file():
         raise CheckpointError(f"{directory} has pages but no config.json; copy the whole folder")
     try:
-        marked = read_document(path, constants=True)["quantization_config"]
+        config = read_document(path, constants=True)
+        marked = config["quantization_config"]
     except (OSError, KeyError, TypeError, ValueError):
         marked = None
     if not isinstance(marked, dict) or marked.get("quant_method") != METHOD:
         raise CheckpointError(f"{path} does not say that its experts are paged; quantize the model again")
+    refuse_named_code(config, path)
 
 
 def load_dense(name_or_path: str | Path, **kwargs: Any) -> PreTrainedModel:
     """The dense model, in its own dtype unless another is asked for."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedConfig
 
     if Path(name_or_path).is_absolute() and not Path(name_or_path).exists():
         # transformers would complain of a malformed name on the Hub.
         raise ValueError(f"there is no folder {name_or_path}; give a model's folder or its name on the Hub")
+    hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+    refuse_named_code(PreTrainedConfig.get_config_dict(name_or_path, **hub)[0], name_or_path)
     model = AutoModelForCausalLM.from_pretrained(name_or_path, **{"trust_remote_code": False, **kwargs})
     if hasattr(model, "pagedweight"):
         raise ValueError(

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from pagedweight.checkpoint_header import leaves_folder
 from pagedweight.discovery import find_experts
 from pagedweight.discovery_experts import ExpertsModule
 from pagedweight.documents import read_document
 from pagedweight.saving_folder import DTYPES, DenseFolder, Piece
 from pagedweight.saving_names import pieces_by_target
+from pagedweight.saving_trust import refuse_named_code
 from pagedweight.shared_experts import refuse_folded
 
 if TYPE_CHECKING:
@@ -88,6 +90,7 @@ class FolderSource:
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self._config = _dense_config(folder)
+        self._companions = _companions(folder)
         self._folder = DenseFolder(folder)
         self._device = device
         self._model = _meta_model(folder)
@@ -117,9 +120,8 @@ class FolderSource:
             self._fill(experts, _bias_names(experts))
         taken = {piece.name for pieces in self._pieces.values() for piece in pieces}
         self._folder.copy_rest(out, taken, _biases(self.found))
-        for pattern in COMPANIONS:
-            for path in self._folder.folder.glob(pattern):
-                shutil.copy2(path, out / path.name)
+        for path in self._companions:
+            shutil.copy2(path, out / path.name)
         write_config(out, self._config)
 
     def _fill(self, experts: ExpertsModule, names: tuple[str, ...]) -> None:
@@ -151,6 +153,15 @@ def _biases(found: list[ExpertsModule]) -> dict[str, Tensor]:
     return {f"{e.path}.{name}": bias.contiguous() for e in found for name, bias in e.biases().items()}
 
 
+def _companions(folder: Path) -> list[Path]:
+    """Files to copy. ValueError for a link that would have another of this machine's files copied."""
+    found = sorted({path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()})
+    for path in found:
+        if leaves_folder(path):
+            raise ValueError(f"{path} is a link out of its folder; copy the file there")
+    return found
+
+
 def _dense_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
@@ -162,6 +173,7 @@ def _dense_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged ({error}); download the model again") from error
     if method:
         raise ValueError(f"{folder} is quantized already ({method}); give the model in 16 or 32 bits")
+    refuse_named_code(config, path)
     return config
 
 

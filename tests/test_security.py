@@ -125,6 +125,47 @@ def test_code_that_a_folder_brings_is_not_run(evil: Path, way: str, monkeypatch:
     assert not list(evil.parent.rglob("ran"))
 
 
+@pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+@pytest.mark.parametrize("way", ["load", "from_pretrained", "dense", "quantize"])
+def test_code_of_the_hub_that_a_config_names_is_not_fetched(
+    way: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where `kernels` is installed transformers would run it, for some organisations without being told to trust."""
+    pytest.importorskip("transformers", reason="needs the hf extra")
+    from transformers.integrations import hub_kernels
+
+    asked = []
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda *_: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *arguments, **_: asked.append(arguments))
+    folder = tmp_path / "model"
+    shutil.copytree(SHIPPED, folder, copy_function=shutil.copyfile)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    if way in ("dense", "quantize"):
+        del config["quantization_config"], config["transformers_weights"]
+    for value in ("kernels-community/flash-attn2", {"text_config": "some/one:attention"}):
+        for changed in (config | {name: value}, config | {"text_config": {name: value}}):
+            path.write_text(json.dumps(changed))
+            with pytest.raises(ValueError, match=f"config.json has .*{name}.*code of the Hub|/model has .*{name}.*Hub"):
+                loads()[way](folder)
+    assert not asked
+
+
+def test_files_beside_a_models_weights_are_copied_from_its_folder_alone(tmp_path: Path) -> None:
+    """quantize() copies a tokenizer: not what a link of that name leads to, and a folder of that name is no file."""
+    from pagedweight.saving_source import _companions
+
+    folder = tmp_path / "model"
+    (folder / "LICENSES").mkdir(parents=True)
+    (folder / "token.secret").write_text("")
+    (folder / "tokenizer.json").symlink_to("token.secret")
+    assert [path.name for path in _companions(folder)] == ["token.secret", "tokenizer.json"]
+    (tmp_path / "secret").write_text("")
+    (folder / "vocab.txt").symlink_to("../secret")
+    with pytest.raises(ValueError, match=r"vocab\.txt is a link out of its folder"):
+        _companions(folder)
+
+
 @pytest.mark.parametrize("name", ["Trainer", "pipeline", "logging", "AutoTokenizer", "../x"])
 def test_a_config_cannot_name_anything_but_a_model(tmp_path: Path, name: str) -> None:
     pytest.importorskip("transformers", reason="needs the hf extra")

@@ -258,14 +258,10 @@ def _tokenizer(checkpoint: str | Path) -> PreTrainedTokenizerBase:
 
 def _dense(checkpoint: str | Path, model: str | Path | None) -> PreTrainedModel:
     """The unquantized model, or the checkpoint's own parent-width weights as a dense model."""
-    if model is not None:
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False)
     from pagedweight.patching import unpatch
-    from pagedweight.saving import load
+    from pagedweight.saving import load, load_dense
 
-    return unpatch(load(checkpoint))
+    return unpatch(load(checkpoint)) if model is None else load_dense(model)
 
 
 def _fits(residual: Residual, widths: tuple[int, ...]) -> dict[str, dict[str, list[float]]]:
