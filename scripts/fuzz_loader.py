@@ -1,6 +1,6 @@
 """Damage checkpoints, policies, traces and dense folders as long as one likes, in pieces that may be gone on with.
 
-    python scripts/fuzz_loader.py --cases 100000 --seconds 420
+    python scripts/fuzz_loader.py --cases 100000 --seconds 420 --out bench/results/fuzz-loader.json
     python scripts/fuzz_loader.py --seed 1234 --cases 1 --show   # again what failed
 
 Each seed damages one set of files in one to three ways and reads it: what comes out is what was written, or one
@@ -22,6 +22,7 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from scripts.fuzz_record import add_piece
 from tests.fuzz.loaders import try_seed, whole_folders
 
 ALLOWED_BYTES = 2**29  # beyond what the process has at its start
@@ -45,6 +46,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=420, help="a piece ends after so long")
     parser.add_argument("--show", action="store_true", help="print every case")
+    parser.add_argument("--out", type=Path, help="a record to which this piece is added")
     options = parser.parse_args()
     signal.signal(signal.SIGALRM, too_long)
     outcomes, began, failed = Counter(), time.monotonic(), 0
@@ -67,11 +69,17 @@ def main() -> int:
                 left = options.seed + options.cases - seed - 1
                 print(f"go on with: python scripts/fuzz_loader.py --seed {seed + 1} --cases {left}")
                 break
-    spent = time.monotonic() - began
-    print(
-        f"{sum(outcomes.values())} cases in {spent:.0f} s: {outcomes[True]} read as written, {outcomes[False]} refused"
-    )
-    print(f"{failed} findings")
+    piece = {
+        "first_seed": options.seed,
+        "cases": outcomes.total(),
+        "read": outcomes[True],
+        "refused": outcomes[False],
+        "seconds": round(time.monotonic() - began, 1),
+        "findings": failed,
+    }
+    print(", ".join(f"{count} {name}" for name, count in piece.items()))
+    if options.out is not None:
+        add_piece(options.out, "python scripts/fuzz_loader.py", piece)
     return 1 if failed else 0
 
 

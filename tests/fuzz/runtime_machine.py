@@ -1,8 +1,8 @@
 """Any order of forwards, sequences, moves and faults keeps widths, bytes and cached tokens true: the whole runtime.
 
 Runtime, planner, page table, arena and transformers' cache, with copies and plans that finish when the machine says so
-and faults at every seam: allocations, copies, their events, table writes, relocations, host memory, the gauge, the
-planner's thread, statistics, the clock.
+and faults at every seam: allocations, copies, their events, table writes, relocations, host memory, the gauge and what
+it told long ago, the planner's thread and that there is none, statistics, the clock.
 """
 
 from __future__ import annotations
@@ -96,10 +96,15 @@ class CrankedPlan:
 class CrankedThreads:
     """Stands for the planner's pool of one thread."""
 
+    fails = False
+
     def __init__(self) -> None:
         self.plan: CrankedPlan | None = None
 
     def submit(self, call: Callable[[], object]) -> CrankedPlan:
+        if self.fails:
+            self.fails = False
+            raise PlanFault("the system has no thread for the planner")
         self.plan = CrankedPlan(call)
         return self.plan
 
@@ -108,13 +113,21 @@ class CrankedThreads:
 
 
 class FaultyGauge(ArenaGauge):
+    """Cannot be read, or tells for some readings what it told before."""
+
     fails = False
+    stale_readings = 0
+    told: KVState | None = None
 
     def read(self) -> KVState:
         if self.fails:
             self.fails = False
             raise GaugeFault("the gauge cannot be read")
-        return super().read()
+        if self.stale_readings and self.told is not None:
+            self.stale_readings -= 1
+        else:
+            self.told = super().read()
+        return self.told
 
 
 class Sequences:
@@ -164,7 +177,7 @@ class RuntimeMachine(RuleBasedStateMachine):
         parts = layout, self.model.host, self.arena, random_policy(layout), config, self.engine, self.gauge, self.stats
         self.runtime = Runtime(*parts)
         self.threads = self.runtime._planning._worker._threads = CrankedThreads()
-        self.runtime._planning._pace = self.pace = Pace(timed=False)  # the machine says how long steps take
+        self.runtime._planning._raises._pace = self.pace = Pace(timed=False)  # the machine says how long steps take
         self.table = self.runtime._table
         self.pool.draw_on(self.runtime)
         if kv_moves:
@@ -298,12 +311,17 @@ class RuntimeMachine(RuleBasedStateMachine):
         self.threads.plan.turn(fail=fail)
         self.broken[PlanFault] += fail
 
-    @rule(fault=st.sampled_from(["write", "launch", "host", "gauge", "first", "second", "third"]))
+    @rule(fault=st.sampled_from(["write", "launch", "event", "host", "gauge", "thread", "first", "second", "third"]))
     def break_next(self, fault):
         if fault == "write":
             self.engine.fail_next_write = True
         elif fault == "launch":
             self.engine.fail_next_launch = True
+        elif fault == "event":
+            self.engine.fail_next_fence = True
+        elif fault == "thread":
+            self.broken[PlanFault] += not self.threads.fails
+            self.threads.fails = True
         elif fault == "host":
             self.model.host.short = True
         elif fault == "gauge":
@@ -311,6 +329,10 @@ class RuntimeMachine(RuleBasedStateMachine):
             self.gauge.fails = True
         else:
             self.arena.refused = 1 + ["first", "second", "third"].index(fault)
+
+    @rule(readings=st.integers(1, 12))
+    def gauge_grows_stale(self, readings):
+        self.gauge.stale_readings = readings
 
     @rule(data=st.data(), how=st.sampled_from(["drawn", "zero", "nan", "inf", "negative"]))
     def statistics(self, data, how):
@@ -407,9 +429,9 @@ class RuntimeMachine(RuleBasedStateMachine):
         """With every fault over, sequences end, everything comes to rest, and the arena is whole."""
         if not hasattr(self, "running"):
             return
-        self.engine.fail_next_write = self.engine.fail_next_launch = False
-        self.model.host.short = self.gauge.fails = False
-        self.arena.refused = 0
+        self.engine.fail_next_write = self.engine.fail_next_launch = self.engine.fail_next_fence = False
+        self.model.host.short = self.gauge.fails = self.threads.fails = False
+        self.arena.refused = self.gauge.stale_readings = 0
         for one in self.running:
             if self.attempt(lambda cache=one.cache, batch=one.batch: cache.reserve(batch, 1)):
                 one.forward(torch.ones(one.batch, HEADS, 1, HEAD_DIM))

@@ -206,6 +206,7 @@ class CrankedEngine:
         self._slots_read = 0
         self.fail_next_write = False
         self.fail_next_launch = False
+        self.fail_next_fence = False
         self._arena = arena
 
     def copy_in(self, copies: Sequence[FrameCopy]) -> CrankedTicket:
@@ -218,6 +219,9 @@ class CrankedEngine:
         return self._ticket(copies, inwards=False)
 
     def fence(self) -> CrankedTicket:
+        if self.fail_next_fence:
+            self.fail_next_fence = False
+            raise TransferFault("the event could not be recorded")
         return self._ticket((), inwards=True)
 
     def write_now(self, copies: Sequence[FrameCopy]) -> None:
