@@ -4,6 +4,7 @@ The state machine runs with blocking launches and under compute-sanitizer too.
 
 python bench/runtime/gpu_tests.py --out bench/results/h200-runtime-tests.json
 python bench/runtime/gpu_tests.py --suite numerics --out bench/results/h200-numerics.json
+python bench/runtime/gpu_tests.py --suite float16 --out bench/results/h200-numerics-float16.json
 """
 
 from __future__ import annotations
@@ -33,19 +34,32 @@ RUNTIME = (
     (["compute-sanitizer", "--tool", "memcheck"], MACHINE),
 )
 SMALL = "(weights or bad_rows or 2_31)"
+
+
+def extremes(dtype: str) -> tuple:
+    return ([], [EXTREMES, "-k", f"torch.{dtype} and not products"])
+
+
+def checked(dtype: str) -> tuple:
+    tools = "memcheck", "racecheck"
+    return tuple(
+        (["compute-sanitizer", "--tool", tool], [EXTREMES, "-k", f"{SMALL} and torch.{dtype}"]) for tool in tools
+    )
+
+
 NUMERICS = (
-    ([], [EXTREMES, "-k", "float32 and not products"]),
-    ([], [EXTREMES, "-k", "bfloat16 and not products"]),
+    extremes("float32"),
+    extremes("bfloat16"),
     ([], [EXTREMES, "-k", "products"]),
     ([], ["tests/e2e/test_determinism.py", "tests/e2e/test_concurrency.py"]),
 )
-CHECKED = tuple(
-    (["compute-sanitizer", "--tool", tool], [EXTREMES, "-k", f"{SMALL} and {dtype}"])
-    for tool in ("memcheck", "racecheck")
-    for dtype in ("float32", "bfloat16")
-)
-# Runs of one stage go side by side; a later stage finds the kernels compiled.
-SUITES = {"runtime": (RUNTIME,), "numerics": (NUMERICS, CHECKED)}
+# Runs of one stage go side by side, a few at a time; a later stage finds the kernels compiled.
+TOGETHER = 4
+SUITES = {
+    "runtime": (RUNTIME,),
+    "numerics": (NUMERICS, (*checked("float32"), *checked("bfloat16"))),
+    "float16": ((extremes("float16"),), checked("float16")),
+}
 
 
 def run_tests(under: list[str], arguments: list[str], limit_seconds: float) -> dict:
@@ -91,7 +105,7 @@ def main() -> int:
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for runs in SUITES[options.suite]:
-        with ThreadPoolExecutor(len(runs)) as together:
+        with ThreadPoolExecutor(TOGETHER) as together:
             for run in together.map(lambda run: run_tests(*run, options.seconds), runs):
                 results["runs"].append(run)
                 print(json.dumps(run, indent=1), flush=True)
