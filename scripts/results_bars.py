@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bench.comparisons import chance_of_more, holm
-from bench.e2e.drawn import SHAPES
-from bench.e2e.throughput_peers import FUSED, GROUPED, NO_TIME, NOT_COMPILED
 from bench.policies_plans import BF16, FULL
 from bench.policies_report import window_kl
 from bench.quality_parts import bootstrap_ratio
 from scripts.results_evaluation import Pair, pairs_of
+from scripts.results_gains import gains
 from scripts.results_policies import OWN
 from scripts.results_tables import Lines, table
 
@@ -20,19 +19,6 @@ FIXED = ("lut16", "fast")  # checkpoints of 3 to 6 bits: their default tables, a
 TABLES = {"lut16": "16-bit tables", "fast": "byte tables"}
 MIXED_TIME, MOVING_TIME = 0.02, 0.03  # more than uniform widths take, than pages that stand still
 EVALUATION_MINUTES = 20
-
-
-class Wanted(NamedTuple):
-    """Of one batch at one width beside bf16: the paper's memory saved (with the dense parts too) and speed."""
-
-    batch: int
-    width: int
-    saved: float
-    saved_with_shared: float | None
-    times: float
-
-
-PAPER = (Wanted(1, 3, 0.69, 0.72, 1.94), Wanted(4, 4, 0.63, None, 1.57))
 
 
 class Bar(NamedTuple):
@@ -49,8 +35,9 @@ class Bar(NamedTuple):
 
 def summary(policies: Sequence[Record], speeds: Sequence[Record], evaluations: Sequence[Record]) -> Lines:
     """Every bar with its figure; nothing is written here that the records do not hold."""
-    bars = [*kl_bars(policies, evaluations), *steadiness(speeds), *speed_bars(speeds), *evaluation_bars(evaluations)]
+    bars = [*kl_bars(policies, evaluations), *steadiness(speeds), *evaluation_bars(evaluations)]
     yield from table(["what", "wanted", "measured", ""], [bar.cells() for bar in bars])
+    yield from gains([record for record in speeds if record.get("model", "qwen") == "qwen"])
 
 
 def kl_bars(policies: Iterable[Record], evaluations: Iterable[Record]) -> Iterator[Bar]:
@@ -95,79 +82,6 @@ def _most(what: str, found: Sequence[tuple[float, str]], limit: float) -> Iterat
         most, where = max(found)
         measured = f"{100 * min(found)[0]:+.1f} to {100 * most:+.1f} % in {len(found)} rows; most: {where}"
         yield Bar(what, f"at most +{100 * limit:.0f} %", measured, most <= limit)
-
-
-def speed_bars(records: Sequence[Record]) -> Iterator[Bar]:
-    """Memory and tokens/s of the paper's two cases beside bf16, in every form that was measured."""
-    qwen = [record for record in records if record.get("model", "qwen") == "qwen" and byte_tables(record)]
-    for wanted in PAPER:
-        case = f"B = {wanted.batch}, {wanted.width} bits"
-        for record in qwen:
-            own = ours(record, wanted)
-            saved = wanted.saved_with_shared if record.get("shared") else wanted.saved
-            if own is None or saved is None or record.get("compiled"):
-                continue
-            held = beside(record, wanted, GROUPED)["memory_saved"]
-            measured = f"{100 * held:.1f} %"
-            if not record.get("shared"):
-                measured += f" (planes alone: {100 * planes_alone(record, wanted):.1f})"
-            yield Bar(f"{case}: memory saved, {form(record)}", f"{100 * saved:.0f} %", measured, held >= saved)
-        for record in qwen:
-            if ours(record, wanted) is not None:
-                yield from _times(record, wanted, case)
-
-
-def _times(record: Record, wanted: Wanted, case: str) -> Iterator[Bar]:
-    times = beside(record, wanted, GROUPED)["times_tokens_per_second"]
-    limit = beside(record, wanted, NO_TIME)
-    measured = f"{times:.2f} times"
-    if limit is not None:
-        measured += f" (no experts at all: {times / limit['times_tokens_per_second']:.2f})"
-    yield Bar(
-        f"{case}: tokens/s beside HF bf16, {form(record)}", f"{wanted.times} times", measured, times >= wanted.times
-    )
-    for against, name in ((NOT_COMPILED, "HF bf16 that is not compiled"), (FUSED, "vLLM's bf16 experts")):
-        other = beside(record, wanted, against)
-        if other is not None:
-            yield Bar(
-                f"{case}: tokens/s beside {name}, {form(record)}",
-                "shown",
-                f"{other['times_tokens_per_second']:.2f} times",
-                None,
-            )
-
-
-def planes_alone(record: Record, wanted: Wanted) -> float:
-    """Memory saved if routed experts were nothing but their codes, and all else as in bf16's own run."""
-    config = SHAPES[record.get("model", "qwen")][1]()
-    weights = record["layers"] * config.num_experts * 3 * config.hidden_size * config.moe_intermediate_size
-    dense = next(row for row in record["dense"] if (row["experts"], row["batch"]) == (GROUPED, wanted.batch))
-    return (2 - wanted.width / 8) * weights / dense["peak_reserved_bytes"]
-
-
-def ours(record: Record, wanted: Wanted) -> Mapping[str, Any] | None:
-    """The uniform row of the case, where there is one beside HF's experts."""
-    rows = [row for row in record.get("paged", []) if row["experts"] == "uniform" and row["codebooks"] == "fast"]
-    row = next((row for row in rows if (row["batch"], row["width"]) == (wanted.batch, wanted.width)), None)
-    return row if beside(record, wanted, GROUPED) is not None else None
-
-
-def beside(record: Record, wanted: Wanted, against: str) -> Mapping[str, Any] | None:
-    for bar in record.get("bars", []):
-        case = bar["batch"], bar["width"], bar["codebooks"], bar["against"]
-        if case == (wanted.batch, wanted.width, "fast", against):
-            return bar
-    return None
-
-
-def byte_tables(record: Record) -> bool:
-    return any(row["codebooks"] == "fast" for row in record.get("paged", []))
-
-
-def form(record: Record) -> str:
-    """How a step was called, and what was paged."""
-    paged = "routed and shared experts" if record.get("shared") else "routed experts"
-    return f"{paged}; both sides compiled" if record.get("compiled") else paged
 
 
 def shape(record: Record) -> str:
