@@ -187,7 +187,8 @@ def noticed() -> list[str]:
         "| ---: | ---: | ---: | ---: | ---: |",
         f"| {' | '.join(map(str, [counts['mutants'], *row]))} |",
         "",
-        f"`{mutants['command']}`",
+        f"`{mutants['command']}`, judged {mutants['judged_at']['first']}; survivors were judged again at "
+        f"{' and '.join(mutants['judged_at']['survivors_again'])}, against the tests that had been written by then.",
         "",
     ]
     if (RESULTS / "coverage.json").exists():
