@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +15,9 @@ pytest.importorskip("transformers", reason="needs the hf extra")
 
 from transformers import DynamicCache, PreTrainedModel
 
+import pagedweight
 from tests.e2e.test_pressure import tight
-from tests.hf_models import DenseReference, tokens
+from tests.hf_models import DenseReference, mixtral_m8, tokens
 
 
 @pytest.fixture
@@ -87,3 +92,35 @@ def test_a_batch_of_nothing_is_refused_before_it_takes_anything(model: PreTraine
         model(tokens(2, 7)[:, :0], past_key_values=cache)
     assert model.pagedweight.snapshot().kv_bytes == 0
     assert model(tokens(1, 1), past_key_values=cache).logits.isfinite().all()
+
+
+@contextmanager
+def no_room_beyond(file_bytes: int) -> Iterator[None]:
+    """A file that would grow larger fails to be written, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("way", ["quantize a folder", "quantize a model", "save"])
+def test_a_full_disk_leaves_a_folder_that_does_not_load_until_the_same_call_ends_well(tmp_path: Path, way: str) -> None:
+    dense, out = mixtral_m8(), tmp_path / "out"
+    dense.save_pretrained(tmp_path / "dense")
+    model = pagedweight.patch(mixtral_m8()) if way == "save" else None
+
+    def write() -> None:
+        if model is not None:
+            pagedweight.save(model, out)
+        else:
+            pagedweight.quantize(dense if way == "quantize a model" else tmp_path / "dense", out)
+
+    with no_room_beyond(2**19), pytest.raises(OSError, match="too large"):
+        write()
+    assert list(out.rglob("*"))
+    for load in (pagedweight.load, pagedweight.from_pretrained):
+        with pytest.raises(ValueError, match=r"has no metadata\.json"):
+            load(out)
+    write()
+    assert pagedweight.load(out)(tokens(1, 3)).logits.isfinite().all()
+    assert not list(out.rglob("*.tmp"))
