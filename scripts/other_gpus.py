@@ -1,9 +1,11 @@
 """Compile the kernels of a layer for GPUs that are not here, and say what each would take of its shared memory.
 
     python scripts/other_gpus.py --out bench/results/other-gpus.json
+    python scripts/other_gpus.py --out bench/results/other-gpus.json --only Turing
 
 For each GPU: the launches for 1, 16 and 512 tokens, as the regimes and the launchers choose them, for a layer of
 Qwen1.5-MoE's shape; of Hopper's prompts the grouped kernels. Turing has no bfloat16 and takes float16. Nothing runs.
+With --only, rows of other GPUs stay in the file as they are.
 """
 
 from __future__ import annotations
@@ -145,25 +147,38 @@ def compiled(launch: Launch, target: GPUTarget) -> tuple[str, int]:
     return launch.kernel.__name__, triton.compile(source, target=target, options=options).metadata.shared
 
 
+def rows_of(device: Device) -> Iterator[dict[str, Any]]:
+    for name, codebooks in CODEBOOKS.items():
+        for tokens in (1, 16, 512):
+            made = decode if device.ptx and tokens <= MAX_TOKENS else grouped
+            kernels = dict(compiled(launch, device.target) for launch in made(device, tokens, codebooks))
+            fits = max(kernels.values()) <= device.shared_bytes
+            yield {"device": device.name, "tables": name, "tokens": tokens, "fits": fits, "shared_bytes": kernels}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """The record with these rows; those of GPUs that were not compiled for this time stay."""
+    now, names = {row["device"] for row in rows}, [device.name for device in DEVICES]
+    earlier = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    kept = [row for row in earlier if row["device"] not in now]
+    every = sorted([*kept, *rows], key=lambda row: names.index(row["device"]))
+    granted = {device.name: device.shared_bytes for device in DEVICES}
+    record = {"command": "python scripts/other_gpus.py", "triton": triton.__version__, "granted_bytes": granted}
+    path.write_text(json.dumps(record | {"rows": every}, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", help="a part of a device's name")
+    parser.add_argument("--only", default="", help="a part of a device's name")
     options = parser.parse_args()
     rows = []
-    for device in (device for device in DEVICES if (options.only or "") in device.name):
-        for name, codebooks in CODEBOOKS.items():
-            for tokens in (1, 16, 512):
-                made = decode if device.ptx and tokens <= MAX_TOKENS else grouped
-                kernels = dict(compiled(launch, device.target) for launch in made(device, tokens, codebooks))
-                fits = max(kernels.values()) <= device.shared_bytes
-                rows.append(
-                    {"device": device.name, "tables": name, "tokens": tokens, "fits": fits, "shared_bytes": kernels}
-                )
-                print(json.dumps(rows[-1]), flush=True)
+    for device in (device for device in DEVICES if options.only in device.name):
+        for row in rows_of(device):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     if options.out:
-        record = {"command": "python scripts/other_gpus.py", "triton": triton.__version__, "rows": rows}
-        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write(options.out, rows)
 
 
 if __name__ == "__main__":
