@@ -156,7 +156,7 @@ One drop-in serves every family whose experts transformers keeps fused; Llama 4 
 is a tiny random model that the tests build, quantize, load, patch and unpatch, on transformers 5.17 and the newest 5.x:
 logits and greedy tokens equal those of the dense model rebuilt from the same codes, files are the same byte for byte
 when saved again, and unpatching gives the original back (`pytest tests/integrations/test_hf_families.py`; on 5.9 with
-`scripts/oldest.sh tests/integrations`). The table itself is written by `python -m tests.hf_families docs/families.md` and
+`scripts/oldest.sh tests/integrations`). The table is written by `python -m tests.hf_families docs/families.md` and
 checked by those tests.
 
 A gate that clamps has its limit in brackets. A family whose name is not here is found by structure all the same;
