@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from pagedweight.integrations.kv_pool import SlabShape
+from pagedweight.integrations.kv_places import SlabShape
 
 
 def probe_shapes(model: PreTrainedModel) -> list[tuple[SlabShape, SlabShape] | None]:

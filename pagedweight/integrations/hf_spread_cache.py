@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from transformers.cache_utils import Cache
 
-from pagedweight.integrations.hf_cache import ArenaCache, ArenaLayer
+from pagedweight.integrations.hf_cache import ArenaCache
+from pagedweight.integrations.hf_cache_layers import ArenaLayer
 
 
 class SpreadCache(Cache):

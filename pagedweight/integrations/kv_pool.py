@@ -6,36 +6,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from weakref import WeakSet
 
 import numpy as np
-import torch
 
+from pagedweight.integrations.kv_places import Places, SlabShape
 from pagedweight.runtime.frames import FIXED_KV_OWNER, KV_OWNER, Arena, OutOfFrames
 from pagedweight.runtime.interrupts import InterruptsHeld
-
-
-class SlabShape(NamedTuple):
-    """What one token of K or of V is in one layer: (heads, head_dim) of dtype."""
-
-    heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @property
-    def token_bytes(self) -> int:
-        return self.heads * self.head_dim * self.dtype.itemsize
-
-    def tokens_per_frame(self, frame_bytes: int) -> int:
-        """Tokens that fit a frame; ValueError when not even one does."""
-        tokens = frame_bytes // self.token_bytes
-        if tokens < 1:
-            raise ValueError(
-                f"one token of K or V is {self.token_bytes} bytes and an arena frame only {frame_bytes}; "
-                f"give RuntimeConfig a frame_bytes of at least {self.token_bytes}"
-            )
-        return tokens
 
 
 class Follower(Protocol):
@@ -126,12 +104,19 @@ class KVPool:
         self.layers = tuple(layers)
         self.block_frames = block_frames(self.layers, arena.frame_bytes, block_tokens)
         self._weights: Weights | None = None
+        self._places: dict[SlabShape, Places] = {}
         self._abandoned: deque[FrameHoldings] = deque()
         self._holdings: WeakSet[FrameHoldings] = WeakSet()
 
     def draw_on(self, weights: Weights) -> None:
         """From now on, what is not free is taken from the expert weights."""
         self._weights = weights
+
+    def places(self, shape: SlabShape) -> Places:
+        """Where tokens of a shape lie, one object for all slabs."""
+        if shape not in self._places:
+            self._places[shape] = Places(self.arena, shape)
+        return self._places[shape]
 
     def new_holdings(self) -> FrameHoldings:
         """For a new cache."""

@@ -13,28 +13,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pagedweight.integrations.kv_pool import FrameHoldings, KVPool, SlabShape
+from pagedweight.integrations.kv_places import Places
+from pagedweight.integrations.kv_pool import FrameHoldings, KVPool
 from pagedweight.runtime.frame_ids import replaced
-from pagedweight.runtime.frames import Arena
 from pagedweight.runtime.interrupts import InterruptsHeld
 
 
 class Slab:
     """K or V of one layer: tokens [start, stop) of each of B sequences, in frame columns from first_column on."""
 
-    def __init__(self, arena: Arena, holdings: FrameHoldings, shape: SlabShape) -> None:
+    def __init__(self, places: Places, holdings: FrameHoldings) -> None:
+        self.places = places
+        self.tokens_per_frame = places.tokens_per_frame
         self._holdings = holdings
         holdings.followers.append(self)
-        self._device = arena.memory.device
-        self.tokens_per_frame = shape.tokens_per_frame(arena.frame_bytes)
-        elements = arena.frame_bytes // shape.dtype.itemsize
-        # (frames, tokens, heads, head_dim) over the whole arena; a frame's tail that holds no whole token is left out.
-        # An ordinary tensor even when made inside inference mode, so that forwards outside can write to it.
-        with torch.inference_mode(False):
-            self._slots = arena.memory.view(shape.dtype).as_strided(
-                (arena.frames, self.tokens_per_frame, shape.heads, shape.head_dim),
-                (elements, shape.heads * shape.head_dim, shape.head_dim, 1),
-            )
         self.start = self.stop = 0
         self._hold(None, None, 0)
 
@@ -49,7 +41,7 @@ class Slab:
     def _hold(self, frames: np.ndarray | None, index: torch.Tensor | None, first_column: int) -> None:
         """What follows from the frames is worked out here: most tokens are written and read with those of the last."""
         self.frames, self._index, self.first_column = frames, index, first_column
-        self._flat = None if index is None else index.flatten()
+        self.index = None if index is None else index.flatten()
         self._last_column: tuple[int, torch.Tensor | None] = -1, None
         self.room = 0 if frames is None else (first_column + frames.shape[1]) * self.tokens_per_frame
 
@@ -90,38 +82,34 @@ class Slab:
             return
         frames = replaced(self.frames, sources, targets)
         if not np.array_equal(frames, self.frames):
-            self._hold(frames, on_device(frames, self._device), self.first_column)
+            self._hold(frames, on_device(frames, self.places.device), self.first_column)
 
     def write(self, states: torch.Tensor) -> None:
         """Append states (B, heads, S, head_dim); the columns must be there."""
         if states.shape[2] == 1:
             self._write_one(states)
             return
-        position = torch.arange(self.stop, self.stop + states.shape[2], device=self._device)
+        position = torch.arange(self.stop, self.stop + states.shape[2], device=self.places.device)
         column = position // self.tokens_per_frame - self.first_column
-        self._slots[self._index[:, column], position % self.tokens_per_frame] = states.detach().transpose(1, 2)
+        self.places.write(self._index[:, column], position % self.tokens_per_frame, states)
         self.stop += states.shape[2]
 
     def _write_one(self, states: torch.Tensor) -> None:
-        """One token each, which is what decoding does in every layer: a single launch instead of six."""
         column, place = divmod(self.stop, self.tokens_per_frame)
         if column != self._last_column[0]:
             self._last_column = column, self._index[:, column - self.first_column]
-        if states.requires_grad:
-            states = states.detach()
-        self._slots.select(1, place).index_copy_(0, self._last_column[1], states.select(2, 0))
+        self.places.write_one(self._last_column[1], place, states)
         self.stop += 1
 
-    def read(self) -> torch.Tensor:
-        """(B, heads, tokens, head_dim), every token held, as a copy."""
-        gathered = self._slots.index_select(0, self._flat)
-        _, token, head, element = gathered.stride()
-        # One view instead of three: this is called for every layer's K and V in every step.
-        return gathered.as_strided(
-            (len(self.frames), gathered.shape[2], self.stop - self.start, gathered.shape[3]),
-            (self.columns * self.tokens_per_frame * token, head, token, element),
-            (self.start - self.first_column * self.tokens_per_frame) * token,
-        )
+    def read(self, first: int = 0) -> torch.Tensor:
+        """(B, heads, tokens, head_dim), every token held whose number is not below `first`, as a copy."""
+        return self.part_of(self.places.gather(self.index), 0, first)
+
+    def part_of(self, gathered: torch.Tensor, first_row: int, first: int) -> torch.Tensor:
+        """What read() gives, as a view of gathered frames of which those from first_row on are this slab's."""
+        start = max(self.start, first)
+        skipped = start - self.first_column * self.tokens_per_frame
+        return self.places.tokens(gathered, first_row, len(self.frames), self.columns, skipped, self.stop - start)
 
     def drop_before(self, start: int) -> None:
         """Forget tokens before `start` and give back the frames that only held such tokens."""
@@ -145,7 +133,7 @@ class Slab:
 
     def permute(self, sequences: torch.Tensor) -> None:
         """Sequence i becomes the old sequence sequences[i]; as many sequences as before, so no frame is needed."""
-        states = self.read().index_select(0, sequences.to(self._device))
+        states = self.read().index_select(0, sequences.to(self.places.device))
         self.stop = self.start
         self.write(states)
 

@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
 
-from pagedweight.integrations.hf_cache import ArenaCache, ArenaSlidingLayer
+from pagedweight.integrations.hf_cache import ArenaCache
+from pagedweight.integrations.hf_cache_layers import ArenaSlidingLayer
 from pagedweight.integrations.hf_probe import layer_shapes, probe_shapes
-from pagedweight.integrations.kv_pool import FrameHoldings, KVPool, SlabShape
+from pagedweight.integrations.kv_places import Places, SlabShape
+from pagedweight.integrations.kv_pool import FrameHoldings, KVPool
 from pagedweight.integrations.kv_slab import Slab, Span, grow
 from pagedweight.runtime.frames import Arena, OutOfFrames, OwnerKind
 from pagedweight.runtime.transfer import ImmediateEngine
@@ -371,7 +373,7 @@ def test_a_slab_is_a_growing_tensor(steps: list, dtype: torch.dtype) -> None:
     """Any mix of growing, cropping, sliding and reordering leaves what a plain tensor would hold, and no lost frame."""
     arena = Arena(256 * 128, 128)
     pool = KVPool(arena, [(SlabShape(2, 8, dtype),) * 2], block_tokens=4)
-    slab = Slab(arena, holdings := FrameHoldings(arena), SlabShape(2, 8, dtype))
+    slab = Slab(Places(arena, SlabShape(2, 8, dtype)), holdings := FrameHoldings(arena))
     plain, first = torch.empty(3, 2, 0, 8, dtype=dtype), 0
     for action, value in steps:
         if action == "append":
