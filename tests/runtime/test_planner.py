@@ -249,6 +249,13 @@ def test_case_10_more_experts_than_a_byte_counts() -> None:
     )
     span = problem.held_bytes() - problem.floor_bytes()
     assert {t.row for t in planned(problem, span).transitions} == set(range(1024))
+    hot = (np.arange(512) == 300).astype(float)
+    live = problem.observation._replace(mass=hot[None]), problem.policy
+    calibrated = problem.observation._replace(mass=None), problem.policy.replaced(m_cal=np.repeat(hot, 2))
+    for observation, policy in (live, calibrated):
+        routing = routing_of(observation, policy)
+        assert np.flatnonzero(routing.bucket == 2).tolist() == [600, 601]
+        assert np.flatnonzero(routing.mass).tolist() == [600, 601]
 
 
 def test_case_45_experts_without_tokens_share_the_coldest_bucket() -> None:
