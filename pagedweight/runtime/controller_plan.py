@@ -89,8 +89,10 @@ class Planning:
             self._signals.refresh(wait=self._config.deterministic)
         pressed = kv.headroom_blocks - forecast_blocks <= self._config.offload_free_blocks
         self._pressed_for = self._pressed_for + 1 if pressed else 0
-        above = kv.headroom_blocks - forecast_blocks > self._config.reload_free_blocks
-        self._calm_for = self._calm_for + 1 if above else 0
+        if kv.headroom_blocks - forecast_blocks > self._config.reload_free_blocks:
+            self._calm_for += 1
+        elif pressed or self._pager.idle:  # else the tables of a raise may stand beside those they replace
+            self._calm_for = 0
         situation = self._situation(kv)
         if situation == self._fruitless and step % period:
             return _NOTHING
