@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from pagedweight.runtime.controller_signals import SignalReader
 from pagedweight.runtime.controller_turn import Turn
 from pagedweight.runtime.controller_widths import Widths
 from pagedweight.runtime.frames import KV_OWNER, Arena
+from pagedweight.runtime.interrupts import InterruptsHeld
 from pagedweight.runtime.kv import ArenaGauge, KVGauge, KVState
 from pagedweight.runtime.observe import Observation
 from pagedweight.runtime.pager import Pager
@@ -138,6 +139,22 @@ class Runtime:
         with self._turn:
             self._pauses = max(0, self._pauses - 1)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Paused until the block is left, also by an interrupt that comes on the way in or out."""
+        pausing = False
+        try:
+            with InterruptsHeld():
+                self.pause()
+                pausing = True
+            yield
+            with InterruptsHeld():
+                self.resume()
+                pausing = False
+        finally:
+            if pausing:
+                self.resume()
+
     @property
     def _paused(self) -> bool:
         return self._pauses > 0 or self._closed
@@ -168,13 +185,7 @@ class Runtime:
             return f"{explain_row(self._table, row, block)}; {explain(seen, observation, self.policy, row)}"
         if self._gauge is None:
             return "no KV gauge is attached: widths stay as they are"
-        planning = self._planning
-        return (
-            f"{planning.state}: {self._kv}, offload at {self.config.offload_free_blocks} free blocks or fewer, "
-            f"reload above {self.config.reload_free_blocks}; shortfall {planning.shortfall_bytes} bytes; "
-            f"{planning.queue.ready} plans were ready, {planning.queue.made_late} made at their boundary; "
-            f"{self._pager.moves}"
-        )
+        return self._planning.explain(self._kv)
 
     def set_request(self, slot: int, *, confidence: float = 1.0, rho_bounds: tuple[float, float] | None = None) -> None:
         """How far the prompt residuals of the request in a slot are trusted (0 to 1), and their clipping bounds.

@@ -121,6 +121,15 @@ class Planning:
         now, at_floor = damage_now_and_at_floor(seen, self.observe(seen, KVState(0, 1)), self._policy)
         return rows[np.cumsum((at_floor - now)[rows]) <= most_damage - now.sum()]
 
+    def explain(self, kv: KVState | None) -> str:
+        """What is being done and why; kv: the last reading."""
+        return (
+            f"{self.state}: {kv}, offload at {self._config.offload_free_blocks} free blocks or fewer, "
+            f"reload above {self._config.reload_free_blocks}; shortfall {self.shortfall_bytes} bytes; "
+            f"{self.queue.ready} plans were ready, {self.queue.made_late} made at their boundary; "
+            f"{self._pager.moves}"
+        )
+
     def close(self) -> None:
         self._worker.close()
         if self._trace is not None:

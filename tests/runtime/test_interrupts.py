@@ -78,6 +78,21 @@ def test_an_interrupt_at_any_instruction_of_waiting_leaves_a_turn_that_others_ca
     assert len(ends) > 100
 
 
+def test_an_interrupt_at_any_line_of_pausing_leaves_nothing_paused():
+    model = tiny_model()
+    runtime = tiny_runtime(model, model.resident_frames(6) + 40)
+    whole = Interrupts(None, ("controller.py", *TURN))
+    with whole.running(), runtime.paused():
+        pass
+    for at in range(1, whole.seen + 1):
+        interrupts, inside = Interrupts(at, ("controller.py", *TURN)), []
+        with suppress(KeyboardInterrupt), interrupts.running(), runtime.paused():
+            inside.append(runtime._pauses)
+        assert interrupts.struck
+        assert inside in ([], [1])
+        assert runtime._pauses == 0, interrupts.struck
+
+
 def test_who_waits_is_interrupted_at_once():
     turn, inside, leave = Turn(), threading.Event(), threading.Event()
 
