@@ -20,9 +20,10 @@ compiled as batches come. CheckpointError says what is wrong with a folder, OutO
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from pagedweight.integrations.hf_register import has_transformers as _has_transformers
+from pagedweight.integrations.hf_register import need_transformers as _need_transformers
 from pagedweight.integrations.hf_register import register as _register
 
 if TYPE_CHECKING:
@@ -72,15 +73,14 @@ _HOMES = {
     "unpatch": "patching",
 }
 # These load a model or its tokenizer, whatever they are given.
-_NEED_TRANSFORMERS = {"PagedWeightConfig", "calibrate", "from_pretrained", "load", "quantize"}
+_NEED_TRANSFORMERS = {"PagedWeightConfig", "calibrate", "from_pretrained", "load"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'pagedweight' has no attribute {name!r}")
-    if name in _NEED_TRANSFORMERS and find_spec("transformers") is None:
-        sentence = f"pagedweight.{name} needs transformers, not installed; run: pip install 'pagedweight[hf]'"
-        raise ModuleNotFoundError(sentence, name="transformers")
+    if name in _NEED_TRANSFORMERS:
+        _need_transformers(f"pagedweight.{name}")
     return getattr(import_module(f"pagedweight.{_HOMES[name]}"), name)
 
 
@@ -88,4 +88,5 @@ _register()
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(_HOMES))
+    """What can be had here: help() asks for each of them."""
+    return sorted(set(globals()) | set(_HOMES) - (set() if _has_transformers() else _NEED_TRANSFORMERS))

@@ -109,7 +109,7 @@ def join_table(parts: list[Tensor]) -> Tensor:
     return torch.cat([octets, scale.unsqueeze(1).view(torch.uint8)], dim=1)
 
 
-def specs_of(tensors: dict[str, Tensor]) -> Specs:
+def specs_of(tensors: Mapping[str, Tensor]) -> Specs:
     """What a file that holds these tensors says of them."""
     return {
         name: (DTYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)) for name, tensor in tensors.items()

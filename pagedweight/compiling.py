@@ -59,7 +59,7 @@ def compile_kernels(
 
 def _of_each_shape(experts: list[PagedExperts]) -> list[PagedExperts]:
     """One layer for every kernel that their layers need: all that it is compiled for, and the device."""
-    chosen = {}
+    chosen: dict[tuple[object, ...], PagedExperts] = {}
     for layer in experts:
         biased = (layer.gate_up_bias is not None, layer.down_bias is not None)
         kernel = (replace(layer.shape, layer=0), layer.widths, layer.codebooks, biased, layer.tables.bits.device)

@@ -92,6 +92,6 @@ def _others(model: nn.Module) -> str:
         if "Expert" in type(module).__name__:
             return f": {path} is a {type(module).__name__}, whose weights are kept in a form of their own"
     return (
-        " (a module with num_experts, _apply_gate and a 3-D down_proj); give a mixture-of-experts model of "
-        "transformers 5.9 or later"
+        " (a module with num_experts, _apply_gate and 3-D gate_up_proj and down_proj: docs/own-models.md); give a "
+        "mixture-of-experts model, of transformers 5.9 or later"
     )

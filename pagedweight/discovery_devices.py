@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Protocol
 
 import torch
 from torch import nn
 
-
-class Placed(Protocol):
-    """An experts module: its name in the model, and its weights' dtype."""
-
-    path: str
-    dtype: torch.dtype
+from pagedweight.discovery_experts import ExpertsModule
 
 
-def devices_of(model: nn.Module, found: Iterable[Placed]) -> list[torch.device]:
+def devices_of(model: nn.Module, found: Iterable[ExpertsModule]) -> list[torch.device]:
     """Where each experts module of a loaded model belongs, by its device map; it need not have weights."""
     placed = getattr(model, "hf_device_map", None) or {"": model.device}
     chosen = []
@@ -62,7 +56,7 @@ def refuse_unwritable(folder: Path) -> None:
         ) from error
 
 
-def refuse_old_device(device: torch.device, found: Iterable[Placed]) -> None:
+def refuse_old_device(device: torch.device, found: Iterable[ExpertsModule]) -> None:
     """ValueError when pages cannot move to a GPU, or the kernels cannot run there or not in the model's dtype."""
     if device.type != "cuda":
         return

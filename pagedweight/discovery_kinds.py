@@ -48,7 +48,7 @@ def _kind_of(module: nn.Module) -> Kind:
     return KINDS.get(type(module).__name__, FUSED)
 
 
-def _has(module: nn.Module | None, dimensions: int, *names: str) -> bool:
+def _has(module: nn.Module, dimensions: int, *names: str) -> bool:
     """Whether all of these are parameters of so many dimensions."""
     found = [getattr(module, name, None) for name in names]
     return all(isinstance(one, nn.Parameter) and one.dim() == dimensions for one in found)
@@ -77,8 +77,9 @@ def _describe_fused(model: nn.Module, path: str, module: nn.Module) -> ExpertsMo
 
 def _is_dbrx(module: nn.Module) -> bool:
     mlp = getattr(module, "mlp", None)
-    alike = _has(mlp, 2, "w1", "v1", "w2") and mlp.w1.shape == mlp.v1.shape == mlp.w2.shape
-    return alike and len(mlp.w1) % module.num_experts == 0
+    if not isinstance(mlp, nn.Module) or not _has(mlp, 2, "w1", "v1", "w2"):
+        return False
+    return mlp.w1.shape == mlp.v1.shape == mlp.w2.shape and len(mlp.w1) % module.num_experts == 0
 
 
 def _describe_dbrx(model: nn.Module, path: str, module: nn.Module) -> ExpertsModule:

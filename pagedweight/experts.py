@@ -64,6 +64,10 @@ class PagedExperts(nn.Module):
     (E, 2I), gate first, or (E, I) without a gate, and down_bias (E, H).
     """
 
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+    _dense: torch.Tensor
+
     def __init__(
         self,
         shape: MoeLayer,

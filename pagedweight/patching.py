@@ -195,6 +195,8 @@ def give_all_back(model: nn.Module, paged: PagedModel | SpreadModel) -> None:
     """Dense weights for every module that was replaced, as model.half() or model.to() would have left them; for none of
     them when one fails."""
     bare = [experts for experts in paged.replaced if not experts.has_weights]
+    if bare and paged.closed:
+        raise RuntimeError("the model's runtime is closed and its pages are gone, so it stays patched; load it again")
     try:
         for part in paged.parts:
             for experts in part.replaced:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from pagedweight.discovery_experts import ExpertsModule
 from pagedweight.experts import PagedExperts
 from pagedweight.layout import BlockId, Layout, PackedBlock, Projection
 from pagedweight.patching_model import NotCopied, PagedModel
 from pagedweight.patching_quantize import Measured
 from pagedweight.patching_sizes import KVLayers
 from pagedweight.policy import Policy
+from pagedweight.quant.levels import Stakes
 from pagedweight.runtime.config import RuntimeConfig
 from pagedweight.runtime.controller_report import RuntimeSnapshot, block_named
 from pagedweight.runtime.kv import KVState
@@ -64,7 +66,7 @@ class OwnLayers:
         self._whole = whole
         self._layers = share.layers
 
-    def importance(self, layer_index: int) -> object:
+    def importance(self, layer_index: int) -> tuple[Stakes, Stakes]:
         return self._whole.importance(self._layers[layer_index])
 
     def routing_mass(self, layer_index: int) -> torch.Tensor:
@@ -90,9 +92,9 @@ def kv_of_shares(shares: Sequence[Share], layout: Layout, kv_layers: KVLayers) -
     A layer without experts is with the next one below that has some, or else with the first.
     """
     owners = {layout.moe_layers[index].layer: n for n, share in enumerate(shares) for index in share.layers}
-    first, owner_of = shares.index(shares[0]), []
+    owner_of: list[int] = []
     for number in range(len(kv_layers)):
-        owner_of.append(owners.get(number, owner_of[-1] if owner_of else first))
+        owner_of.append(owners.get(number, owner_of[-1] if owner_of else 0))
     return [
         [shapes if owner == n else None for shapes, owner in zip(kv_layers, owner_of, strict=True)]
         for n in range(len(shares))
@@ -130,6 +132,7 @@ class SpreadModel(NotCopied):
     """
 
     kv = None
+    replaced: Sequence[ExpertsModule] = ()
     folded: Sequence[Folded] = ()
     recipe: Mapping[str, str]
     hooks: Hooks
@@ -144,6 +147,10 @@ class SpreadModel(NotCopied):
         self.slots = SpreadSlots(parts)
         self._shares = shares
         self._place = {index: (n, at) for n, share in enumerate(shares) for at, index in enumerate(share.layers)}
+
+    @property
+    def closed(self) -> bool:
+        return any(part.closed for part in self.parts)
 
     @property
     def max_requests(self) -> int:

@@ -25,7 +25,7 @@ from pagedweight.runtime.controller_report import RuntimeSnapshot
 from pagedweight.runtime.frames import Arena, OutOfFrames
 from pagedweight.runtime.kv import ArenaGauge
 from pagedweight.runtime.observe import forecast_blocks
-from pagedweight.runtime.transfer import ImmediateEngine
+from pagedweight.runtime.transfer import ImmediateEngine, TransferEngine
 from pagedweight.shared_experts import Folded
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class PagedModel(NotCopied):
     folded: Sequence[Folded] = ()
     recipe: Mapping[str, str] = MappingProxyType({})
     hooks: Hooks
+    closed = False
 
     def __init__(
         self,
@@ -155,12 +156,9 @@ class PagedModel(NotCopied):
     @contextmanager
     def held_at(self, bits: np.ndarray | int) -> Iterator[None]:
         """set_bits, and no boundary changes a width until the block is left."""
-        self._runtime.pause()
-        try:
+        with self._runtime.paused():
             self.set_bits(bits)
             yield
-        finally:
-            self._runtime.resume()
 
     def boundary(self, pending_frames: int = 0, cached_frames: Sequence[int] = ()) -> None:
         """Between two forwards.
@@ -237,10 +235,11 @@ class PagedModel(NotCopied):
         self._runtime.check()
 
     def close(self) -> None:
-        """Finish what is in flight and give host memory back. Widths stay as they are; nothing can be moved or saved
-        afterwards."""
+        """Finish what is in flight and give host memory back. The model still answers, at the widths that it has;
+        nothing can be moved, saved or unpatched afterwards, unless the original weights were kept."""
         self._collect()
         self._runtime.close()
+        self.closed = True
 
     def blocks(self) -> Iterator[tuple[BlockId, PackedBlock]]:
         """Every linear-block as it was stored, in row order."""
@@ -251,7 +250,7 @@ class PagedModel(NotCopied):
             self.kv.collect()
 
 
-def _engine(arena: Arena, config: RuntimeConfig):
+def _engine(arena: Arena, config: RuntimeConfig) -> TransferEngine:
     if arena.memory.device.type == "cuda":
         from pagedweight.runtime.transfer_cuda import CudaEngine
 

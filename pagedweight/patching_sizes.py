@@ -73,13 +73,13 @@ def _frame_bytes(layout: Layout, kv_layers: KVLayers) -> int:
 
 def kv_layers_of(model: nn.Module, experts: Sequence[nn.Module]) -> KVLayers:
     """What each layer of the model caches, from a forward over one token in which experts are passed by."""
-    from pagedweight.integrations.hf_probe import probe_shapes
-
     if not hasattr(model, "config") or not hasattr(model, "generate"):
         raise ValueError(
             f"{type(model).__name__} is not a transformers model that generates, so its KV cache cannot share a "
             "budget; patch it without budget_bytes"
         )
+    from pagedweight.integrations.hf_probe import probe_shapes
+
     with passed_by(experts):
         return probe_shapes(model)
 

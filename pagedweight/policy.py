@@ -11,7 +11,7 @@ import warnings
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError
@@ -128,6 +128,11 @@ class Policy:
             epsilon=max(1e-9 * scale, 1e-30) if math.isfinite(scale) else 1e-12,
         )
 
+    def __repr__(self) -> str:
+        """Its size: arrays of thousands of rows say nothing on a screen."""
+        buckets = len(self.multipliers)
+        return f"Policy({self.rows} linear-blocks, widths={self.widths}, {buckets} buckets, alpha={self.alpha})"
+
     @property
     def rows(self) -> int:
         return len(self.m_cal)
@@ -152,9 +157,9 @@ class Policy:
         """
         by_ends = np.concatenate([self.head_weights, self.head_bias[..., None], self.head_confidence[..., None]], -1)
         kinds, width_count = by_ends.shape[-1], len(self.widths)
-        raising, lowering = by_ends.transpose(3, 1, 0, 2), by_ends.transpose(3, 2, 0, 1)
         shape = (kinds, width_count, 2 * width_count)
-        return tuple(np.ascontiguousarray(heads).reshape(shape) for heads in (raising, lowering))
+        raising = np.ascontiguousarray(by_ends.transpose(3, 1, 0, 2)).reshape(shape)
+        return raising, np.ascontiguousarray(by_ends.transpose(3, 2, 0, 1)).reshape(shape)
 
     @cached_property
     def experts(self) -> ExpertIndex:
@@ -173,7 +178,7 @@ class Policy:
             *(layer[first], expert[first], exists, mass, np.bincount(layer[first], mass, shape[0])),
         )
 
-    def replaced(self, **changes: object) -> Policy:
+    def replaced(self, **changes: Any) -> Policy:
         """A copy with some fields changed, checked again."""
         return replace(self, **changes)
 
@@ -246,10 +251,10 @@ def _scalars(path: Path) -> dict[str, object]:
     return document
 
 
-def _known_fields(folder: Path, document: dict[str, object], arrays: dict[str, np.ndarray]) -> dict[str, object]:
+def _known_fields(folder: Path, document: dict[str, object], arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     names = {field.name for field in fields(Policy)}
     # Each from its own file: no array takes the place of a number.
-    content = {**_BEFORE, **{name: value for name, value in document.items() if name not in _ARRAYS}}
+    content: dict[str, Any] = {**_BEFORE, **{name: value for name, value in document.items() if name not in _ARRAYS}}
     content |= {name: value for name, value in arrays.items() if name in _ARRAYS}
     if "m_cal" in content:
         content.setdefault("feature_center", np.zeros((content["m_cal"].size, 3)))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from pagedweight.calibration.collect import STATISTICS_WINDOWS, collect, refuse_other_forms
 from pagedweight.calibration.sensitivity import warn_of_cold_experts
@@ -18,6 +19,7 @@ from pagedweight.calibration.stored import is_whole, load_statistics, save_stati
 from pagedweight.calibration.text import Text, Windows, windows_of
 from pagedweight.calibration.tuning import TuningOptions
 from pagedweight.discovery import find_experts
+from pagedweight.integrations.hf_register import need_transformers
 from pagedweight.layout import normalized_widths
 from pagedweight.patching import WIDTHS
 from pagedweight.patching_pages import layout_of
@@ -37,7 +39,7 @@ ROWS = 8  # windows per forward of calibration
 
 
 def quantize(
-    model_or_path: PreTrainedModel | str | Path,
+    model_or_path: nn.Module | str | Path,
     out: str | Path,
     *,
     level: str = "fast",
@@ -55,8 +57,9 @@ def quantize(
 ) -> Path:
     """Quantize a model's routed experts into a folder that load() and from_pretrained() read; returns the folder.
 
-    model_or_path: a transformers model, left as it is; or a folder or a name on the Hub, which is read layer by layer
-        and never loaded whole unless calibration is a text. A killed run over a folder goes on where it stopped.
+    model_or_path: a model, left as it is, of which transformers' are written whole and others' pages alone; or a folder
+        or a name on the Hub, which is read layer by layer and never loaded whole unless calibration is a text. A killed
+        run over a folder goes on where it stopped.
     level: "fast", weighted k-means; "balanced", with tables refitted to what calibration saw; "best", with codes moved
         too and, where calibration is a text, tables of 2 to 4 bits tuned on the whole model's answers.
     widths: supported bitwidths, the largest is the parent width.
@@ -71,6 +74,8 @@ def quantize(
     progress: called with (step, done, total).
     ValueError when the model cannot be served or a codebook cannot serve its width, before anything is written.
     """
+    if isinstance(model_or_path, str | Path) or not isinstance(calibration, Statistics | None):
+        need_transformers("pagedweight.quantize of a folder or with a text")
     check_level(level, calibration is not None)
     widths, out = normalized_widths(tuple(widths)), Path(out)
     folder = local_folder(model_or_path) if isinstance(model_or_path, str | Path) else None
@@ -161,7 +166,7 @@ def _digest(windows: Windows) -> str:
     return digest.hexdigest()
 
 
-def _source(model_or_folder: PreTrainedModel | Path, device: torch.device) -> Source:
+def _source(model_or_folder: nn.Module | Path, device: torch.device) -> Source:
     if not isinstance(model_or_folder, Path):
         return ModelSource(model_or_folder)
     try:

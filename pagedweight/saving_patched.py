@@ -5,7 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from pagedweight.checkpoint import FOLDER, CheckpointWriter
 from pagedweight.patching_devices import SpreadModel
@@ -13,24 +15,24 @@ from pagedweight.patching_model import PagedModel
 from pagedweight.saving_source import save_rest
 from pagedweight.shared_experts import refuse_folded
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 # Arguments of transformers' save_pretrained that concern only the files beside the pages.
 PASSED_ON = ("max_shard_size",)
 
 
-def save(model: PreTrainedModel, directory: str | Path, **kwargs: Any) -> None:
+def save(model: nn.Module, directory: str | Path, **kwargs: Any) -> None:
     """Write a patched model with every plane and table, wherever they are now, and its policy.
 
     What load() makes of it equals this model at the same widths, bit for bit.
-    kwargs: max_shard_size, for transformers' part of the files. ValueError for any other.
+    kwargs: max_shard_size, for transformers' part of the files; a model of another kind has its pages written alone.
+    ValueError for another argument and for a model that is not patched, RuntimeError for one that is closed.
     """
     paged = getattr(model, "pagedweight", None)
     if not isinstance(paged, PagedModel | SpreadModel):
         raise ValueError(
             "the model is not patched; quantize it into a folder with pagedweight.quantize(model, directory)"
         )
+    if paged.closed:
+        raise RuntimeError("the model's runtime is closed and its pages are gone, so it cannot be saved; load it again")
     refuse_folded(model)
     unknown = sorted(kwargs.keys() - set(PASSED_ON))
     if unknown:
@@ -47,7 +49,7 @@ def save(model: PreTrainedModel, directory: str | Path, **kwargs: Any) -> None:
     writer.finish()
 
 
-def saver(model: PreTrainedModel) -> Callable[..., None]:
+def saver(model: nn.Module) -> Callable[..., None]:
     """Stands in for the model's save_pretrained, which would leave out the experts without a word."""
     # The model holds this function: a reference back would keep its memory until a garbage collection.
     own = weakref.ref(model)

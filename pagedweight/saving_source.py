@@ -110,7 +110,8 @@ class FolderSource:
     def weights(self, index: int) -> tuple[Tensor, Tensor]:
         experts = self.found[index]
         self._fill(experts, experts.storage.names)
-        return tuple(weight.to(self._device) for weight in experts.weights())
+        gate_up, down = experts.weights()
+        return gate_up.to(self._device), down.to(self._device)
 
     def release(self, index: int) -> None:
         self.found[index].drop_weights()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import NamedTuple
 
@@ -46,7 +46,7 @@ def fold_shared_experts(model: nn.Module) -> list[Folded]:
     return done
 
 
-def unfold_shared_experts(folded: list[Folded]) -> None:
+def unfold_shared_experts(folded: Sequence[Folded]) -> None:
     """Put shared experts back where they stood, from the weights that their layers have now."""
     for block, name, shared, routed in folded:
         experts = block.experts

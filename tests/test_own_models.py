@@ -131,3 +131,17 @@ def test_the_op_is_called_with_what_the_drop_in_says(model: nn.Module) -> None:
     experts, x = model.layers[1].experts, torch.randn(6, HIDDEN)
     ids, weights = torch.randint(0, EXPERTS, (6, 2)), torch.rand(6, 2)
     assert torch.equal(torch.ops.pagedweight.fused_moe(*experts.call(x, ids, weights)), experts(x, ids, weights))
+
+
+def test_explain_asks_for_what_names_a_linear_block(model: nn.Module) -> None:
+    pagedweight.patch(model)
+    for named in ((1,), (1, None, "down")):
+        with pytest.raises(KeyError, match="an expert of layer 1 has to be named, and gate_up or down of it"):
+            model.pagedweight.explain(*named)
+    assert model.pagedweight.explain(1, 0, "down").startswith("layers.1.experts.0.down: 6 bits committed")
+
+
+def test_a_policy_fits_on_a_screen(model: nn.Module) -> None:
+    assert repr(pagedweight.patch(model).pagedweight.policy) == (
+        "Policy(16 linear-blocks, widths=(2, 3, 4, 5, 6), 1 buckets, alpha=0.0)"
+    )

@@ -131,3 +131,20 @@ def test_a_model_without_room_for_dense_weights_stays_patched(monkeypatch: pytes
     assert torch.equal(model(tokens(1, 5)).logits, expected)
     assert not hasattr(pagedweight.unpatch(model), "pagedweight")
     assert isinstance(model(tokens(1, 5)).logits, torch.Tensor)
+
+
+@torch.no_grad()
+def test_a_closed_model_answers_and_says_why_it_is_neither_saved_nor_unpatched(tmp_path: Path) -> None:
+    model = pagedweight.patch(small())
+    pagedweight.save(model, tmp_path)
+    expected = model(tokens(1, 5)).logits
+    model.pagedweight.close()
+    assert torch.equal(model(tokens(1, 5)).logits, expected)
+    with pytest.raises(RuntimeError, match="is closed and its pages are gone, so it cannot be saved"):
+        model.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="is closed and its pages are gone, so it stays patched"):
+        pagedweight.unpatch(model)
+    assert torch.equal(pagedweight.load(tmp_path)(tokens(1, 5)).logits, expected), "as it was saved before"
+    kept = pagedweight.patch(small(), keep_original=True)
+    kept.pagedweight.close()
+    assert not hasattr(pagedweight.unpatch(kept), "pagedweight")

@@ -49,3 +49,14 @@ def register() -> None:
         importlib.import_module(OURS)
     elif not any(isinstance(finder, RegistryFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, RegistryFinder())
+
+
+def has_transformers() -> bool:
+    return importlib.util.find_spec("transformers") is not None
+
+
+def need_transformers(asked: str) -> None:
+    """ModuleNotFoundError that says what to install, where transformers is not."""
+    if not has_transformers():
+        sentence = f"{asked} needs transformers, not installed; run: pip install 'pagedweight[hf]'"
+        raise ModuleNotFoundError(sentence, name="transformers")

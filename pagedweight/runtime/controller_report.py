@@ -107,7 +107,9 @@ def explain_row(table: PageTable, row: int, block: BlockId) -> str:
 
 
 def block_named(layer: int, expert: int | None, projection: Projection | str | None) -> BlockId:
-    """The linear-block of these names; KeyError when the projection is none."""
+    """The linear-block of these names; KeyError when the projection is none, or an expert is not named."""
+    if expert is None:
+        raise KeyError(f"an expert of layer {layer} has to be named, and gate_up or down of it")
     for known in Projection:
         if projection in (known, known.label):
             return BlockId(layer, expert, known)

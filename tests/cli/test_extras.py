@@ -49,9 +49,12 @@ import sys
 sys.modules["transformers"] = None
 import pagedweight
 pagedweight.patch, pagedweight.save, pagedweight.Policy
-for name in ("PagedWeightConfig", "calibrate", "from_pretrained", "load", "quantize"):
+assert "patch" in dir(pagedweight) and "load" not in dir(pagedweight)
+asked = [lambda name=name: getattr(pagedweight, name) for name in
+         ("PagedWeightConfig", "calibrate", "from_pretrained", "load")]
+for ask in (*asked, lambda: pagedweight.quantize("a-folder", "out")):
     try:
-        getattr(pagedweight, name)
+        ask()
     except ModuleNotFoundError as error:
         print(error)
 """
