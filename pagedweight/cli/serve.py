@@ -88,11 +88,12 @@ def serve(
     api_key, admin_token = _token(api_key_file, "--api-key-file"), _token(admin_token_file, "--admin-token-file")
     budget_bytes = None if budget is None else size_option("--budget", budget)
     body_bytes = size_option("--max-body", max_body)
-    from pagedweight.serving.app import build_app
-    from pagedweight.serving.limits import Limits
-
-    limits = Limits(body_bytes, max_requests, max_tokens, timeout)
     with _bound(host, port) as at:
+        typer.echo(f"loading {checkpoint}", err=True)  # before what takes seconds to import
+        from pagedweight.serving.app import build_app
+        from pagedweight.serving.limits import Limits
+
+        limits = Limits(body_bytes, max_requests, max_tokens, timeout)
         loaded = _load(checkpoint, budget_bytes, device, dtype, trace, name, batching, batch_tokens)
         if api_key is None and not _loopback(host):
             typer.echo(f"warning: whoever reaches {host} can use the model; give --api-key-file", err=True)
@@ -160,7 +161,6 @@ def _load(
     try:
         config = pagedweight.RuntimeConfig(budget_bytes=budget_bytes, trace_path=trace_path)
         with bars() as progress:
-            progress.say(f"loading {checkpoint}")
             model = load_checked(checkpoint, progress, config=config, device_map=device, dtype=dtype)
             _compile(model, progress)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
