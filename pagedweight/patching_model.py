@@ -107,12 +107,13 @@ class PagedModel(NotCopied):
         self, layer: int | BlockId | None = None, expert: int | None = None, projection: Projection | str | None = None
     ) -> str:
         """Why a linear-block ("gate_up" or "down" of an expert, in the model's own numbers) has its width, what that
-        cost, and what 1 GiB more would free or restore; without one, what the runtime is doing and why."""
+        cost, and what 1 GiB more would free or restore; without one, what the runtime is doing and why. KeyError for
+        one that the model does not have."""
         return self._runtime.explain(layer, expert, projection)
 
     def set_request(self, slot: int, *, confidence: float = 1.0, rho_bounds: tuple[float, float] | None = None) -> None:
         """How far the prompt residuals of the request in a slot are trusted (0 to 1), and their clipping bounds, until
-        another request comes into the slot."""
+        another request comes into the slot. ValueError for a slot that there is not."""
         self._runtime.set_request(slot, confidence=confidence, rho_bounds=rho_bounds)
 
     def new_cache(self) -> ArenaCache:
@@ -144,8 +145,9 @@ class PagedModel(NotCopied):
                 self._runtime.set_bits(before)
 
     def set_bits(self, bits: np.ndarray | int) -> None:
-        """Bring every linear-block to a width (one, or one for each row) now; later boundaries may change it again.
+        """Bring every linear-block to a width now; later boundaries may change it again.
 
+        bits: one width, or an integer for each row, (R,) in layout order.
         ValueError for an unsupported width; OutOfFrames when the arena cannot hold them.
         """
         self._collect()

@@ -33,8 +33,9 @@ def load(
 ) -> PreTrainedModel:
     """A patched model from a folder of quantize() or save(). Dense expert weights are never built.
 
-    policy: instead of the folder's. verify: read every page once more and compare checksums first.
-    kwargs: for transformers' from_pretrained (dtype, device_map to one device, attn_implementation, ...).
+    policy: instead of the folder's. config: without budget_bytes everything stays at the parent width and the KV cache
+        stays outside. verify: read every page once more and compare checksums first.
+    kwargs: for transformers' from_pretrained (dtype, device_map to one GPU or several, attn_implementation, ...).
     CheckpointError when the folder is not a whole checkpoint; ValueError when the budget will not do.
     """
     from pagedweight.integrations.hf_quantizer import deferred_config
@@ -67,6 +68,9 @@ def from_pretrained(
     """A patched model: load() for a folder with pages, else the dense model, quantized now at level "fast".
 
     name_or_path: a folder, or a name on the Hub; of a paged model there, everything is downloaded first.
+    policy, config: as in load(). kwargs: for transformers' from_pretrained, those of a download included (revision,
+        token, cache_dir, ...).
+    CheckpointError, ValueError: as in load() and patch(). OSError where there is neither folder nor download.
     """
     folder = paged_folder(name_or_path, kwargs)
     if folder is not None:

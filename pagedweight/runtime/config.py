@@ -35,6 +35,7 @@ class RuntimeConfig:
         takes no longer than handing it over would.
     trace_path: file that planner steps are written to as JSON lines, for `pagedweight replay`; None for none.
     deterministic: wait at each boundary for every transfer and plan, so that results do not depend on speed.
+    ValueError or TypeError, in one sentence, for a value that cannot be.
     """
 
     budget_bytes: int | None = None

@@ -15,11 +15,14 @@ from pagedweight.runtime.table import PageState, PageTable
 class RuntimeSnapshot(NamedTuple):
     """The runtime at one moment; every figure is bytes that it holds or rows that it has moved.
 
+    step: boundaries so far.
     bytes_by_owner: planes, tables, KV and free; sums to the arena, moves in flight included.
     bytes_by_width: sum of M_i^q of the rows at each committed width.
     bits: int64 (R,), committed widths. mean_bits: over routed expert weights, not over rows.
     kv: the gauge's last reading, None without a gauge.
+    loading_bytes, releasing_bytes: on their way in and out.
     shortfall_bytes: what the last plan under pressure could not release; 0 once pressure is over.
+    moves: rows and bytes moved since the start, and what they took.
     """
 
     step: int
