@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import io
 import pickle
+import re
 import warnings
 import weakref
 from collections.abc import Callable
@@ -587,3 +588,9 @@ def test_unpatching_leaves_a_save_of_ones_own_before_and_after() -> None:
             model.save_pretrained = mine
         pagedweight.unpatch(model)
         assert model.save_pretrained is mine
+
+
+def test_explain_says_what_the_runtime_is_doing_in_words() -> None:
+    model = pagedweight.patch(small(), config=RuntimeConfig(budget_bytes=2**20))
+    says = r"at rest: \d+ KV blocks of \d+ bytes free, offload at 8 .*; moved so far 0 rows down for 0 bytes, \d+ up"
+    assert re.match(says, model.pagedweight.explain())

@@ -19,6 +19,10 @@ class KVState(NamedTuple):
     pending_blocks: int = 0
     spare_bytes: int = 0
 
+    def __str__(self) -> str:
+        pending = f", of which the coming forward takes {self.pending_blocks}" if self.pending_blocks else ""
+        return f"{self.free_blocks} KV blocks of {self.block_bytes} bytes free{pending}"
+
     def bytes_above(self, threshold_blocks: int) -> int:
         """Bytes that can be taken while more free blocks than the threshold stay; negative when fewer are free."""
         return (self.headroom_blocks - threshold_blocks - 1) * self.block_bytes + self.spare_bytes

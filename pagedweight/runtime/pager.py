@@ -43,6 +43,13 @@ class Moves(NamedTuple):
     loading_seconds: float
     stalled_seconds: float
 
+    def __str__(self) -> str:
+        return (
+            f"moved so far {self.lowered_rows} rows down for {self.released_bytes} bytes, {self.raised_rows} up for "
+            f"{self.loaded_bytes}; {self.deferred_rows} raises put off, {self.cancelled_rows} given up; waited "
+            f"{self.stalled_seconds:.3f} s for the device"
+        )
+
     @property
     def loaded_bytes_per_second(self) -> float:
         """The rate at which pages have come back; 0 before the first."""
