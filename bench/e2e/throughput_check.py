@@ -55,7 +55,8 @@ def step_logits(decoding: CapturedDecoding) -> torch.Tensor:
 def twin_logits(drawn: Drawn, decoding: CapturedDecoding) -> torch.Tensor:
     """(B, vocabulary): the same step by transformers' own experts over the dequantized weights of the committed widths.
 
-    Of a model of one layer: deeper, rounding may send a token to other experts, in any implementation.
+    Of a model of one layer, compiled where the step is: rounding may send a token to other experts, deeper in a model
+    in any implementation, and already there where the norm before the router is fused in one of the two.
     """
     model, at = drawn.model, drawn.found[0].path
     paged = model.get_submodule(at)
@@ -63,8 +64,7 @@ def twin_logits(drawn: Drawn, decoding: CapturedDecoding) -> torch.Tensor:
     drawn.found[0].put_weights(*dense_weights(drawn))
     drawn.found[0].restore(model)
     try:
-        with torch.compiler.set_stance("force_eager"):
-            return decoding.next_logits()
+        return decoding.next_logits()
     finally:
         drawn.found[0].drop_weights()
         model.set_submodule(at, paged)

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from bench.e2e.captured import WHOLE_CACHE
 from bench.e2e.drawn import Drawn, dense_model, emptied
+from bench.e2e.throughput_peers import GROUPED, register_peers
 from pagedweight.shared_experts import fold_shared_experts
 
 BUFFER_BYTES = 2**30
@@ -23,6 +24,7 @@ PAGES = {
 def drawn_of(model: PreTrainedModel, codebooks: str, *, shared: bool) -> Drawn:
     """shared: the shared expert is paged with the routed ones."""
     if shared:
+        model.set_experts_implementation(register_peers()[GROUPED])  # one that computes: folding checks its answer
         fold_shared_experts(model)
     device = model.device
     drawn = emptied(model, PAGES[codebooks][0], buffer_bytes(device), PAGES[codebooks][1])

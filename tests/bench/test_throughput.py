@@ -14,8 +14,10 @@ from bench.e2e.throughput_check import ERROR_LIMIT, error_of, step_logits, twin_
 from bench.e2e.throughput_generate import dense_generate_rows, paged_generate_rows
 from bench.e2e.throughput_moving import moving_row
 from bench.e2e.throughput_pages import PAGES, drawn_of
+from bench.e2e.throughput_peers import NO_TIME, register_peers
 from bench.e2e.throughput_rows import Setting, without_hooks
 from bench.e2e.throughput_widths import held_bytes, mixed_bits
+from pagedweight.shared_experts import is_folded
 
 WIDTHS = PAGES["lut16"][0]
 
@@ -53,6 +55,14 @@ def test_compiled_layers_answer_the_same_from_one_graph_and_one_that_takes_their
     assert error_of(got, wanted) <= ERROR_LIMIT
     counted = model.pagedweight.stats.counts.sum((0, 2))
     assert len(set(counted.tolist())) == 1, "each layer counts in its own place"
+
+
+def test_shared_experts_are_folded_after_the_row_whose_experts_take_no_time() -> None:
+    dense = dense_model("tiny", 1, "cpu")
+    for weight in dense.model.layers[0].mlp.shared_expert.parameters():
+        weight.data.mul_(30)  # so that its part of the answer counts, as at a true shape
+    dense.set_experts_implementation(register_peers()[NO_TIME])
+    assert is_folded(drawn_of(dense, "fast", shared=True).model)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
