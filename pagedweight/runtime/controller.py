@@ -15,7 +15,7 @@ from pagedweight.runtime.controller_plan import Planning
 from pagedweight.runtime.controller_report import RuntimeSnapshot, block_named, explain_row, take_snapshot
 from pagedweight.runtime.controller_rescue import Allocated, Rescue
 from pagedweight.runtime.controller_signals import SignalReader
-from pagedweight.runtime.controller_turn import Turn
+from pagedweight.runtime.controller_turn import Turn, in_turn
 from pagedweight.runtime.controller_widths import Widths
 from pagedweight.runtime.frames import KV_OWNER, Arena
 from pagedweight.runtime.interrupts import InterruptsHeld
@@ -38,7 +38,7 @@ class Runtime:
     arena's free bytes, less the KV blocks that the reload threshold keeps free. Without a gauge widths stay as they
     are. Call `boundary` once before every forward.
 
-    Calls from several threads take turns. Once KV may move (follow_kv), none may run beside a forward that reads KV.
+    Calls from several threads take turns, and interrupts wait while the books change. Once KV may move (follow_kv), none may run beside a forward that reads KV.
     """
 
     def __init__(
@@ -110,34 +110,39 @@ class Runtime:
         forecast_blocks: KV blocks expected after the coming forward's. request_kv: float (R_s,), what each request slot
         holds of the KV cache, in any unit, by which the requests' statistics are weighed; None weighs them alike.
         """
-        with self._turn:
+        self._turn.after_others()
+        with self._turn.lock:
             if not (self._paused or self._engine.capturing()):
                 self._boundary(pending_blocks, forecast_blocks, request_kv)
 
     def _boundary(self, pending_blocks: int, forecast_blocks: int, request_kv: np.ndarray | None) -> None:
-        self._pager.collect(wait=self.config.deterministic)
-        self._pager.raise_landed()
+        if not self._pager.idle:
+            with InterruptsHeld():
+                self._pager.collect(wait=self.config.deterministic)
+                self._pager.raise_landed()
         self._kv = self._read(pending_blocks)
         self._signals.request_kv = request_kv
         moves = self._planning.decide(self._kv, forecast_blocks).transitions if self._kv else ()
-        self._pager.lower(moves)
-        self._table.publish()
-        self._pager.start(moves)
+        if moves or not (self._pager.idle and self._table.published):
+            with InterruptsHeld():
+                self._pager.lower(moves)
+                self._table.publish()
+                self._pager.start(moves)
         self._make_room(self._kv)
         self._table.advance()
 
+    @in_turn
     def pause(self) -> None:
         """Until as many calls of resume, boundaries do nothing: while a CUDA graph is captured, nothing may move or be
         asked.
 
         Returns when a boundary on another thread has ended.
         """
-        with self._turn:
-            self._pauses += 1
+        self._pauses += 1
 
+    @in_turn
     def resume(self) -> None:
-        with self._turn:
-            self._pauses = max(0, self._pauses - 1)
+        self._pauses = max(0, self._pauses - 1)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -159,12 +164,12 @@ class Runtime:
     def _paused(self) -> bool:
         return self._pauses > 0 or self._closed
 
+    @in_turn
     def snapshot(self) -> RuntimeSnapshot:
-        with self._turn:
-            held = self.arena.bytes_by_owner()
-            parts = self._table, self._pager, held, self._weights, self._kv
-            return take_snapshot(*parts, self._planning.shortfall_bytes)
+        parts = self._table, self._pager, self.arena.bytes_by_owner(), self._weights, self._kv
+        return take_snapshot(*parts, self._planning.shortfall_bytes)
 
+    @in_turn
     def explain(
         self, layer: int | BlockId | None = None, expert: int | None = None, projection: Projection | str | None = None
     ) -> str:
@@ -174,10 +179,6 @@ class Runtime:
         layer, expert: the model's own numbers. projection: "gate_up" or "down". A BlockId stands for all three.
         Raises KeyError for a linear-block that the model does not have.
         """
-        with self._turn:
-            return self._explain(layer, expert, projection)
-
-    def _explain(self, layer: int | BlockId | None, expert: int | None, projection: Projection | str | None) -> str:
         if layer is not None:
             block = layer if isinstance(layer, BlockId) else block_named(layer, expert, projection)
             row, seen = self.layout.row(block), self._table.snapshot()
@@ -187,40 +188,42 @@ class Runtime:
             return "no KV gauge is attached: widths stay as they are"
         return self._planning.explain(self._kv)
 
+    @in_turn
     def set_request(self, slot: int, *, confidence: float = 1.0, rho_bounds: tuple[float, float] | None = None) -> None:
         """How far the prompt residuals of the request in a slot are trusted (0 to 1), and their clipping bounds.
 
         Requests are merged by what they hold of the KV cache. Raises ValueError for a slot that does not exist.
         """
-        with self._turn:
-            self._signals.set_request(slot, confidence, rho_bounds)
+        self._signals.set_request(slot, confidence, rho_bounds)
 
+    @in_turn
     def begin_requests(self, slots: int) -> None:
         """New requests come into the first slots; what set_request said of the old ones is forgotten."""
-        with self._turn:
-            self._signals.forget_requests(slots)
+        self._signals.forget_requests(slots)
 
+    @in_turn
     def set_bits(self, bits: np.ndarray | int) -> None:
         """Bring every row to a width (one, or one for each row) and wait until it is there. For evaluation and tests.
 
         Boundaries go on from there as pressure has it, unless paused. Raises ValueError for an unsupported width,
         OutOfFrames when the arena cannot hold them all, with those that fit in place, RuntimeError after close.
         """
-        with self._turn:
-            if self._closed:
-                raise RuntimeError("the runtime is closed, its host pages are gone, widths stay; patch the model again")
+        if self._closed:
+            raise RuntimeError("the runtime is closed, its host pages are gone, widths stay; patch the model again")
+        with InterruptsHeld():
             self._widths.bring_to(bits)
 
+    @in_turn
     def ensure_bytes(self, wanted_bytes: int) -> None:
         """Make bytes free in the arena now, down to the floor width if need be. Raises OutOfFrames when impossible."""
-        with self._turn:
-            self._rescue.ensure(wanted_bytes)
+        self._rescue.ensure(wanted_bytes)
 
+    @in_turn
     def allocating(self, allocate: Callable[[], Allocated], wanted_bytes: int) -> Allocated:
         """What allocate() returns; when it raises OutOfFrames or torch.OutOfMemoryError, weights give bytes up and it
         is tried again, a bounded number of times. Raises OutOfFrames that says what was released and what is missing.
         """
-        with self._turn:
+        with InterruptsHeld():
             return self._rescue.allocating(allocate, wanted_bytes)
 
     def allocate_kv(self, frames: int) -> np.ndarray:
@@ -238,21 +241,22 @@ class Runtime:
         held = self.arena.bytes_by_owner()
         return held["plane"] + held["table"] - self._floor_bytes
 
+    @in_turn
     def follow_kv(self, moved: KVMoved) -> None:
         """From now on boundaries may move KV frames within the arena; `moved` is told the old ids and the new."""
-        with self._turn:
-            self._pager.follow_kv(moved)
+        self._pager.follow_kv(moved)
 
+    @in_turn
     def check(self) -> None:
         """Assert the invariants of arena and page table."""
-        with self._turn:
-            self.arena.check()
-            self._table.check()
+        self.arena.check()
+        self._table.check()
 
+    @in_turn
     def close(self) -> None:
         """Finish what is in flight and give host memory back; the runtime does nothing afterwards."""
-        with self._turn:
-            self._closed = True
+        self._closed = True
+        with InterruptsHeld():
             self._pager.settle()
             self._planning.close()
             self._engine.close()
@@ -292,4 +296,5 @@ class Runtime:
     def _release(self, wanted_bytes: int) -> int:
         if self._paused or wanted_bytes <= self.arena.free_bytes:
             return self.arena.free_bytes
-        return self._pager.rescue(wanted_bytes, self._planning.within_limits(self._rescue_order))
+        with InterruptsHeld():
+            return self._pager.rescue(wanted_bytes, self._planning.within_limits(self._rescue_order))
