@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from pagedweight.checkpoint_format import (
+    FOLDER,
+    METADATA,
+    PARTIAL,
     SHARD_NAME,
     CheckpointError,
     Document,
@@ -28,6 +31,7 @@ from pagedweight.checkpoint_format import (
     parse,
     specs_of,
     table_parts,
+    why_unread,
 )
 from pagedweight.checkpoint_header import Header, TensorReader, leaves_folder, read_header
 from pagedweight.checkpoint_shard import ShardWriter, specs_bytes, sync_and_rename
@@ -35,7 +39,6 @@ from pagedweight.layout import BlockId, Layout, PackedBlock
 
 __all__ = ["Checkpoint", "CheckpointError", "CheckpointWriter"]
 
-FOLDER, METADATA, PARTIAL = "pagedweight", "metadata.json", "partial.json"
 SHARD_BYTES = 1 << 28  # what a killed run has to do again, at most
 
 
@@ -187,8 +190,7 @@ class Checkpoint:
         """The checkpoint in `directory`; CheckpointError when it is missing, unfinished or damaged."""
         folder = Path(directory) / FOLDER
         if not (folder / METADATA).is_file():
-            unfinished = " (a run was not finished)" if (folder / PARTIAL).is_file() else ""
-            raise CheckpointError(f"{folder} has no {METADATA}{unfinished}; quantize the model into {directory} first")
+            raise CheckpointError(f"{folder} has no {METADATA}{why_unread(Path(directory))}")
         checkpoint = cls(folder, parse(folder / METADATA))
         checkpoint._check_headers()
         return checkpoint
@@ -292,9 +294,7 @@ class Checkpoint:
             owner = next((other for other in wanted if specs.keys() == wanted[other].keys()), file)
             if owner != file:
                 raise CheckpointError(f"{self._folder / file} holds the tensors of {owner}; the files were swapped")
-        problems = differences(
-            {name: spec for specs in got.values() for name, spec in specs.items()},
-            {name: spec for specs in wanted.values() for name, spec in specs.items()},
-        )
+        tensors = ({name: spec for one in files.values() for name, spec in one.items()} for files in (got, wanted))
+        problems = differences(*tensors)
         if problems:
             raise CheckpointError(f"the shards in {self._folder} do not hold the layout's tensors: {problems}")

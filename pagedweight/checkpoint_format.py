@@ -22,6 +22,7 @@ from pagedweight.bitplane import plane_words
 from pagedweight.documents import read_document
 from pagedweight.layout import BlockId, Layout, MoeLayer, PackedBlock
 
+FOLDER, METADATA, PARTIAL = "pagedweight", "metadata.json", "partial.json"
 FORMAT_VERSION = 1
 SHARD_NAME = re.compile(r"pages-\d{5}\.safetensors")
 DTYPES = {torch.uint32: "U32", torch.float16: "F16", torch.uint8: "U8", torch.float32: "F32"}
@@ -201,3 +202,14 @@ def differences(got: Specs, wanted: Specs) -> str:
     ]
     more = len(problems) - LIST_LIMIT
     return "; ".join(sorted(problems)[:LIST_LIMIT]) + (f"; and {more} more" if more > 0 else "")
+
+
+def why_unread(directory: Path) -> str:
+    """What a folder without metadata is, and what to do; the rest of a sentence that names the file."""
+    if not directory.is_dir():
+        return f": there is no folder {directory}; quantize the model into it first"
+    if (directory / FOLDER / PARTIAL).is_file():
+        return f" (a run was not finished); quantize the model into {directory} first"
+    if (directory / "config.json").is_file() and not (directory / FOLDER).is_dir():
+        return ", as a dense model has none; quantize the model into another folder and give that"
+    return f"; quantize the model into {directory} first"

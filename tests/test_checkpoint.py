@@ -374,5 +374,8 @@ def test_metadata_that_is_no_json_is_refused(folder: Path) -> None:
 
 
 def test_a_folder_without_pages_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="quantize the model into"):
+    with pytest.raises(CheckpointError, match=r"no folder .*nowhere; quantize the model into it first"):
         Checkpoint.open(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="as a dense model has none; quantize the model into another folder"):
+        Checkpoint.open(tmp_path)

@@ -122,4 +122,4 @@ def _print(result: dict[str, Any], as_json: bool) -> None:
     for row in result["rows"]:
         times = (f"{row['prompt_ms']:.1f}", f"{row['decode_ms']:.2f}", f"{row['decode_tokens_per_second']:.1f}")
         table.add_row(str(row["bits"]), str(row["batch"]), f"{row['weight_bytes'] / 2**20:,.1f}", *times)
-    Console().print(table)
+    Console(markup=False).print(table)

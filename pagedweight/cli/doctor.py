@@ -69,14 +69,14 @@ def _trial() -> Check:
 def _print(checks: Sequence[Check]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, title=f"pagedweight {pagedweight.__version__}", title_justify="left")
     for column in ("", "", "found", "what to change"):
         table.add_column(column)
     for check in checks:
-        style = STYLE[check.state]
-        table.add_row(f"[{style}]{check.state}[/{style}]", check.name, check.found, check.advice)
-    console = Console()
+        table.add_row(Text(check.state, STYLE[check.state]), check.name, check.found, check.advice)
+    console = Console(markup=False)  # an extra's brackets are none
     console.print(table)
     bad = sum(check.state == BAD for check in checks)
     console.print(f"{bad} to change before it works" if bad else "works together")

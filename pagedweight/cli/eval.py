@@ -134,7 +134,7 @@ def _print(content: dict[str, Any], out: Path, as_json: bool) -> None:
         for at, (name, task) in enumerate(row["tasks"].items()):
             own = (row["method"], row["budget"], *sizes) if at == 0 else ("", "", "", "")
             table.add_row(*own, name, *cells(task))
-    console = Console()
+    console = Console(markup=False)
     console.print(table)
     for name, scores in content.get("harness", {}).items():
         console.print(f"{name}: {scores}", highlight=False, soft_wrap=True)

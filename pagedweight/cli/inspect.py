@@ -66,14 +66,14 @@ def _draw(facts: Facts, paths: list[Path]) -> None:
 def show(facts: Facts, console: Console) -> None:
     """The tables and the map."""
     from rich.table import Table
+    from rich.text import Text
 
     made = ", ".join(f"{name} {value}" for name, value in sorted(facts.recipe.items()) if len(value) < 20)
-    console.print(
-        f"[bold]{facts.folder}[/bold]: {len(facts.layers)} MoE layers, {facts.layout.rows:,} linear-blocks, "
-        f"{facts.layout.weights():,} weights" + (f" ({made})" if made else ""),
-        highlight=False,
-        soft_wrap=True,
+    holds = (
+        f": {len(facts.layers)} MoE layers, {facts.layout.rows:,} linear-blocks, {facts.layout.weights():,} weights"
+        f"{f' ({made})' if made else ''}"
     )
+    console.print(Text.assemble((str(facts.folder), "bold"), holds), highlight=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for name in ("bits", "codebook", "planes MiB", "tables MiB", "in frames MiB", "bits a weight", "sensitivity"):
         table.add_column(name, justify="left" if name == "codebook" else "right")

@@ -76,8 +76,7 @@ class Facts(NamedTuple):
 
 
 def facts_of(folder: Path, *, verify: Bars | None = None) -> Facts:
-    """Read a folder's metadata and policy, not its pages; verify: read and hash every page too, with
-    bars.
+    """Read a folder's metadata and policy, not its pages; verify: read and hash every page too, with bars.
 
     CheckpointError when it has no whole pages, ValueError when its policy is damaged or another model's.
     """

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from pagedweight.demo.plot import draw_timeline
 from pagedweight.demo.run import DemoResult
@@ -47,13 +48,12 @@ def print_report(result: DemoResult, folder: Path, as_json: bool) -> None:
         sys.stdout.write("\n")
         return
     console = Console()
-    console.print(f"[bold]{result.prompt}[/bold]{result.continuation}", highlight=False, soft_wrap=True)
+    console.print(Text.assemble((result.prompt, "bold"), result.continuation), highlight=False, soft_wrap=True)
     console.print(_timeline_table(result))
     console.print(_quality_table(result))
     console.print(NOTE, highlight=False)
-    console.print(
-        f"{folder / 'timeline.png'} and {folder / 'demo.json'} written in {result.seconds:.0f} s", soft_wrap=True
-    )
+    written = f"{folder / 'timeline.png'} and {folder / 'demo.json'} written in {result.seconds:.0f} s"
+    console.print(written, soft_wrap=True, markup=False)
 
 
 def _timeline_table(result: DemoResult) -> Table:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from pagedweight.cli import doctor
 from pagedweight.cli.doctor_checks import BAD, GOOD, NOTE, Gpu, Machine, judge, look, numbers
 from pagedweight.cli.main import app
 
@@ -115,3 +116,9 @@ def test_the_table_names_every_check_and_what_to_change(monkeypatch: pytest.Monk
     assert result.exit_code == 1
     for word in ("torch", "2.7.1", "too old", "NVIDIA H200", "1 to change"):
         assert word in result.stdout
+
+
+def test_an_extra_is_named_with_its_brackets(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    doctor._print(judge(with_packages(transformers=None)))
+    assert "pip install 'pagedweight[hf]'" in capsys.readouterr().out

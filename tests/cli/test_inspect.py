@@ -28,6 +28,14 @@ TINY = Path(pagedweight.__file__).parent / "assets/tiny-qwen2-moe"
 RUNNER = CliRunner()
 
 
+def test_a_folder_is_named_as_it_is_called(tmp_path: Path) -> None:
+    """Brackets are no markup."""
+    folder = tmp_path / "tiny[v2]"
+    shutil.copytree(TINY, folder)
+    done = RUNNER.invoke(app, ["inspect", str(folder)])
+    assert done.output.startswith(f"{folder}: 4 MoE layers, ")
+
+
 @pytest.fixture
 def uneven(tmp_path: Path) -> Path:
     """The model that ships under a policy in which expert 3 of every layer is nearly unused."""
