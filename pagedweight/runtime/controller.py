@@ -38,7 +38,8 @@ class Runtime:
     arena's free bytes, less the KV blocks that the reload threshold keeps free. Without a gauge widths stay as they
     are. Call `boundary` once before every forward.
 
-    Calls from several threads take turns, and interrupts wait while the books change. Once KV may move (follow_kv), none may run beside a forward that reads KV.
+    Calls from several threads take turns, and interrupts wait while the books change. Once KV may move
+    (follow_kv), no call may run beside a forward that reads KV.
     """
 
     def __init__(
@@ -279,8 +280,7 @@ class Runtime:
         budget = max(floor_bytes, free - kept_free)
         if self._limits.weight_bytes is not None:
             budget = min(budget, self._limits.weight_bytes)
-        idle = Observation(KVState(0, 1), limits=self._limits)
-        self.set_bits(initial_bits(seen, self.policy, budget, idle))
+        self.set_bits(initial_bits(seen, self.policy, budget, Observation(KVState(0, 1), limits=self._limits)))
 
     def _read(self, pending_blocks: int) -> KVState | None:
         if self._gauge is None:
