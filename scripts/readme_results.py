@@ -61,8 +61,29 @@ def gain(decoded: dict, batch: int, width: int) -> tuple[float, float]:
     return bar["times_tokens_per_second"], 100 * bar["memory_saved"]
 
 
-def models(decoded: dict, shared: dict, pressed: dict, served: dict) -> str:
-    """What Qwen1.5-MoE's whole shape gains: decoding, under pressure, and in vLLM, as a list of markdown."""
+def decoding(records: list[dict], compiled: list[dict]) -> str:
+    """The paper's two cases, each with the routed experts paged and with the shared ones too."""
+    graphs, fused = (
+        [figure for of in them for place in ((1, 3), (4, 4)) for figure in gain(of, *place)]
+        for them in (records, compiled)
+    )
+    return (
+        "- Decoding beside bf16 (`grouped_mm`), every step one CUDA graph: one sequence at 3 bits makes "
+        "{:.2f} times the tokens a second in {:.1f} % less memory, four at 4 bits {:.2f} times in {:.1f} % less; with "
+        "the shared experts paged too, {:.2f} times in {:.1f} % less and {:.2f} times in {:.1f} % less. ".format(
+            *graphs
+        )
+        + "With every layer through torch.compile in both, {:.2f} and {:.2f} times, and {:.2f} and {:.2f}.".format(
+            *fused[::2]
+        )
+    )
+
+
+def models(decoded: list[dict], compiled: list[dict], pressed: dict, served: dict) -> str:
+    """What Qwen1.5-MoE's whole shape gains: decoding, under pressure, and in vLLM, as a list of markdown.
+
+    decoded, compiled: without and with the shared experts paged.
+    """
     moving = pressed["moving"]
     full, lowest, _, restored = moving["bits"]
     rows = {row["row"]: row for row in served["rows"] if row["model"] == "qwen1.5-moe"}
@@ -70,11 +91,7 @@ def models(decoded: dict, shared: dict, pressed: dict, served: dict) -> str:
     released, fills = moving["released_share_in_kv_blocks"], pressed["budget_bytes"] / 1e9
     calm = [median(row["calm_tokens_per_second"]) for row in (dynamic, fixed)]
     lines = [
-        "- Decoding beside bf16 (`grouped_mm`), every step one CUDA graph: one sequence at 3 bits makes "
-        "{:.2f} times the tokens a second in {:.0f} % less memory, four at 4 bits {:.2f} times in {:.0f} % less; with "
-        "the shared experts paged too, {:.2f} times in {:.0f} % less and {:.2f} times in {:.0f} % less.".format(
-            *(figure for of in (decoded, shared) for place in ((1, 3), (4, 4)) for figure in gain(of, *place))
-        ),
+        decoding(decoded, compiled),
         f"- Under pressure, {moving['batch']} sequences in {fills:.2f} GB: {full:.0f} bits fall to {lowest:.0f} as the "
         f"KV cache fills, {100 * released:.2f} % of the bytes released become KV blocks, and {restored:.0f} bits are "
         "back after the end.",
@@ -83,16 +100,16 @@ def models(decoded: dict, shared: dict, pressed: dict, served: dict) -> str:
         f"{dynamic['preemptions']} preemptions, fixed 6 bits {fixed['completed_tokens_per_second']:,.0f} with "
         f"{fixed['preemptions']}. With nothing to make room for: {calm[0]:,.0f} beside {calm[1]:,.0f}.",
         "",
-        f"All at Qwen1.5-MoE-A2.7B's shapes with random weights, on one {decoded['gpu']}.",
+        f"All at Qwen1.5-MoE-A2.7B's shapes with random weights, on one {decoded[0]['gpu']}.",
     ]
     return "\n".join(lines) + "\n"
 
 
 def rewritten(readme: str) -> str:
     """The README with what is between its marks replaced."""
-    gains = models(
-        *map(record, ("h200-throughput-qwen-fast", "h200-throughput-qwen-shared", "h200-pressure-qwen", "h200-vllm"))
-    )
+    decoded = [record(f"h200-throughput-qwen-{paged}") for paged in ("fast", "shared")]
+    compiled = [record(name) for name in ("h200-compiled-qwen", "h200-compiled-qwen-shared")]
+    gains = models(decoded, compiled, record("h200-pressure-qwen"), record("h200-vllm"))
     layer = table(record("h200-decode-rows"), record("h200-prefill"))
     for part, made in zip(PARTS, (gains, layer), strict=True):
         begin, end = f"<!-- {part}: begin -->\n", f"<!-- {part}: end -->\n"
