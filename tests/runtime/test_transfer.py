@@ -63,6 +63,19 @@ def test_write_now_is_seen_by_what_comes_next(device):
     engine.fence().wait()
 
 
+@pytest.mark.parametrize("device", engines())
+def test_frames_that_move_within_the_arena_keep_their_bytes(device):
+    """Also where one moves to what another leaves."""
+    arena, engine = make(device)
+    arena.rows.copy_(torch.randint(0, 256, arena.rows.shape, dtype=torch.uint8))
+    expected = arena.rows.clone()
+    sources, targets = np.array([3, 7, 9, 200]), np.array([7, 20, 3, 0])
+    expected[targets] = expected[sources]
+    engine.relocate(sources, targets)
+    assert torch.equal(arena.rows, expected)
+    engine.close()
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 1), st.integers(0, 8)), min_size=1, max_size=12), st.sampled_from([64, 192, 4096])
 )
