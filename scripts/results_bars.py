@@ -80,7 +80,8 @@ def steadiness(records: Sequence[Record]) -> Iterator[Bar]:
 def _most(what: str, found: Sequence[tuple[float, str]], limit: float) -> Iterator[Bar]:
     if found:
         most, where = max(found)
-        measured = f"{100 * min(found)[0]:+.1f} to {100 * most:+.1f} % in {len(found)} rows; most: {where}"
+        within = sum(time <= limit for time, _ in found)
+        measured = f"{within} of {len(found)} rows within; {100 * min(found)[0]:+.1f} to {100 * most:+.1f} % ({where})"
         yield Bar(what, f"at most +{100 * limit:.0f} %", measured, most <= limit)
 
 

@@ -77,12 +77,12 @@ def forms(records: Sequence[Record]) -> Iterator[tuple[str, Cell]]:
 
     yield "memory wanted", lambda case: None if case.saved is None else f"{100 * case.saved:.0f} %"
     yield "memory saved", lambda case: saved(case, plain[case])
-    yield "memory saved by codes alone, all else as bf16's", lambda case: codes_alone(case, plain[case])
+    yield "*memory saved by codes alone, all else as bf16's*", lambda case: codes_alone(case, plain[case])
     yield "times tokens/s wanted", lambda case: f"{case.times}"
     yield "times tokens/s, every step one graph", times(plain, GROUPED, bar=True)
-    yield "the limit of that: no experts at all", lambda case: limit(case, plain[case])
+    yield "*with no experts at all*", lambda case: limit(case, plain[case])
     yield "layers compiled in both, one graph", times(compiled, GROUPED, bar=True)
-    yield "the limit of that: no experts at all", lambda case: limit(case, compiled[case])
+    yield "*with no experts at all*", lambda case: limit(case, compiled[case])
     yield "ours compiled, bf16 not, one graph", times(compiled, NOT_COMPILED, bar=True)
     yield "generate, no graphs, in both", lambda case: called(case, plain[case], "generate", "generate")
     yield (
@@ -112,8 +112,8 @@ def codes_alone(case: Case, record: Record | None) -> str | None:
 
 
 def limit(case: Case, record: Record | None) -> str | None:
-    """What a step without any experts would be."""
-    none = None if record is None else case.beside(record, NO_TIME)
+    """What a step without any routed experts would be."""
+    none = None if record is None or case.shared else case.beside(record, NO_TIME)
     if none is None:
         return None
     own = case.beside(record, GROUPED)["times_tokens_per_second"]

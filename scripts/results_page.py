@@ -68,8 +68,10 @@ def capacity(record: Mapping[str, Any]) -> Lines:
 
 
 SPEEDS, COMPILED, EVALUATIONS = "h200-throughput-*.json", "h200-compiled-*.json", "evaluation-*.json"
-SUMMARY = """What was asked, and what came out; every figure is from the tables below. Speed and memory at Qwen1.5-MoE's
-shape with byte tables unless said otherwise."""
+SUMMARY = """What was asked, and what came out; every figure is from the tables below, speed and memory at Qwen1.5-MoE's
+shape with byte tables unless said otherwise. Lines in italics are limits: where one is below what is wanted, no kernel
+and no table of experts could reach it. Where widths mix, byte tables are the choice from four sequences on: at 5 bits a
+16-bit table takes one load a weight."""
 POLICIES = """More: [planner.md](planner.md), bench/policies.py. As a figure (`python -m bench.frontier_figure`):
 
 ![KL to bf16 by mean code bits and policy](frontier.svg)"""
