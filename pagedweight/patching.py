@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -28,10 +29,11 @@ from pagedweight.saving_patched import saver
 from pagedweight.shared_experts import fold_shared_experts, unfold_shared_experts
 
 WIDTHS = (2, 3, 4, 5, 6)
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def patch(
-    model: nn.Module,
+    model: Model,
     *,
     checkpoint: str | Path | None = None,
     policy: Policy | None = None,
@@ -40,7 +42,7 @@ def patch(
     level: str = "fast",
     calibration: Measured | None = None,
     shared_experts: bool = False,
-) -> nn.Module:
+) -> Model:
     """Replace a model's routed experts by paged ones, in place; returns the model, with its runtime at .pagedweight.
 
     checkpoint: a folder written by quantize() or save(); without it the weights are quantized now.
@@ -75,7 +77,7 @@ def patch(
 
 
 def assemble(
-    model: nn.Module,
+    model: Model,
     found: list[ExpertsModule],
     devices: list[torch.device],
     checkpoint: str | Path | None,
@@ -84,7 +86,7 @@ def assemble(
     keep_original: bool = False,
     level: str = "fast",
     calibration: Measured | None = None,
-) -> nn.Module:
+) -> Model:
     """Build a runtime on each device for the experts that were found there, and put it in their place."""
     for device in set(devices):
         refuse_old_device(device, found)
@@ -172,7 +174,7 @@ def install(model: nn.Module, paged: PagedModel | SpreadModel, originals: list[E
         model._compiled_call = None  # compiled with the dense experts
 
 
-def unpatch(model: nn.Module) -> nn.Module:
+def unpatch(model: Model) -> Model:
     """Put dense experts back, in place: the originals after keep_original=True, else the parent-width ones.
 
     Returns the model. ValueError when it is not patched. Where memory is short, the model stays patched as it was.
