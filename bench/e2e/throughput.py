@@ -92,7 +92,9 @@ def measure(options: argparse.Namespace, record: Record) -> None:
     if "generate" in options.parts:
         record.keep("generate", dense_generate_rows(model, options.batches, setting))
     if "compiled generate" in options.parts:
-        record.keep("compiled generate", dense_compiled_rows(model, options.batches, setting))
+        record.keep("compiled generate", dense_compiled_rows(model, options.peers, options.batches, setting))
+    if set(options.parts) <= {"answers", "dense"} and MARLIN not in options.peers:
+        return
     drawn = drawn_of(model, options.codebooks[0], shared=options.shared)
     if "dense" in options.parts and MARLIN in options.peers and find_spec("vllm") is not None:
         dense += marlin_rows(drawn, options.batches, setting)

@@ -34,10 +34,11 @@ def dense_generate_rows(model: PreTrainedModel, batches: list[int], setting: Set
     ]
 
 
-def dense_compiled_rows(model: PreTrainedModel, batches: list[int], setting: Setting) -> list[dict]:
+def dense_compiled_rows(model: PreTrainedModel, peers: list[str], batches: list[int], setting: Setting) -> list[dict]:
     """bf16 as generate compiles it of its own accord where the cache is static; then with grouped GEMMs all the way."""
-    kinds = {"bf16": "grouped_mm", f"bf16, {GROUPED}": register_peers()[GROUPED]}
-    rows = []
+    kinds, rows = {"bf16": "grouped_mm"}, []
+    if GROUPED in peers:
+        kinds[f"bf16, {GROUPED}"] = register_peers()[GROUPED]
     for batch in batches:
         for name, implementation in kinds.items():
             model.set_experts_implementation(implementation)
