@@ -62,8 +62,8 @@ class Releases:
         frames = int(self._table.sizes.plane_frames[leaving].sum()) + len(table_frames)
         pages = zip(leaving.tolist(), planes.tolist(), strict=True)
         written_back = [page for page in pages if not self._host.has(*page)]
-        tickets = self._write_back(written_back)
-        tickets.append(self._engine.fence())
+        # The fence first: if there is none, no copy is left behind that nobody waits for.
+        tickets = [self._engine.fence(), *self._write_back(written_back)]
         self._rows.clear()
         self._table_frames.clear()
         self._started.append(_Release(rows, table_frames, frames * self._arena.frame_bytes, tickets, written_back))

@@ -120,7 +120,7 @@ def test_a_page_without_a_host_copy_is_written_back_before_its_frames_are_freed(
     bench.model.host.forget(3, 2)
     free = bench.arena.free_frames
     bench.go(row3=2)
-    copy_out, fence = bench.engine.pending
+    fence, copy_out = bench.engine.pending
     fence.turn()
     bench.go()
     assert bench.arena.free_frames == free
@@ -140,7 +140,9 @@ def test_a_failed_write_back_keeps_the_only_copy_and_is_tried_again():
     bench.settle()
     bench.model.host.forget(3, 2)
     bench.go(row3=2)
-    bench.engine.pending[0].turn(fail=True)
+    fence, copy_out = bench.engine.pending
+    fence.turn()
+    copy_out.turn(fail=True)
     with pytest.raises(TransferFault):
         bench.go()
     assert bench.table.state[3, 2] == PageState.TO_CPU
@@ -149,6 +151,20 @@ def test_a_failed_write_back_keeps_the_only_copy_and_is_tried_again():
     bench.go()
     bench.settle()
     assert bench.model.host.page(3, 2) is room
+    assert host_has(bench.model, 3, 2)
+
+
+def test_without_a_fence_no_write_back_is_left_behind_to_end_after_its_frames_are_others():
+    bench = Bench()
+    bench.go(row3=4)
+    bench.settle()
+    bench.model.host.forget(3, 2)
+    bench.engine.fail_next_fence = True
+    with pytest.raises(TransferFault):
+        bench.go(row3=2)
+    assert not bench.engine.pending
+    bench.go()
+    bench.settle()
     assert host_has(bench.model, 3, 2)
 
 
