@@ -45,6 +45,7 @@ ONLY = {"experts": {"layout", "kernels"}}
 RUNTIME = {
     "config": 0,
     "kv": 0,
+    "forks": 0,
     "frame_ids": 0,
     "frames": 0,
     "host_memory": 0,

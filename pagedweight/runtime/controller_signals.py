@@ -8,11 +8,12 @@ import numpy as np
 import torch
 
 from pagedweight.layout import RoutingStats
+from pagedweight.runtime.forks import LeftInForks
 from pagedweight.runtime.observe import Signals, merge_requests
 from pagedweight.runtime.transfer import Ticket, TransferEngine
 
 
-class Reading:
+class Reading(LeftInForks):
     """The statistics at one moment, in host memory, and how requests weigh there.
 
     Merging takes some dozens of small operations: left to the planner's thread, they cost forwards nothing.
@@ -27,6 +28,7 @@ class Reading:
         *,
         log_features: bool,
     ) -> None:
+        super().__init__()
         self._stats = stats
         self._by_request = request_kv, confidence, rho_bounds
         self._log_features = log_features

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import torch
 
+from pagedweight.runtime.forks import LeftInForks
+
 # Page-locking costs per call, and the allocator of page-locked memory rounds each request up to a power of two: so
 # chunks are large powers of two, and a page takes what it needs of one.
 _CHUNK_BYTES = 256 * 2**20
 _SMALLEST_CHUNK_BYTES = 2**16
 
 
-class HostMemory:
+class HostMemory(LeftInForks):
     """Bytes handed out from large chunks, page-locked while the budget lasts. Nothing is given back.
 
     locked_out: whether no more can be page-locked.
     """
 
     def __init__(self, expected_bytes: int) -> None:
+        super().__init__()
         self.pinned_bytes = 0
         self.locked_out = False
+        self._locked: list[torch.Tensor] = []
         self._expected_bytes = expected_bytes
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._used = 0
@@ -48,6 +52,7 @@ class HostMemory:
                     pass
                 else:
                     self.pinned_bytes += size
+                    self._locked.append(chunk)
                     return chunk
             self.locked_out = True
             return torch.empty(max(count, wanted), dtype=torch.uint8) if pageable else None

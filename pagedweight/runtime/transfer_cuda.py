@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import torch
 
+from pagedweight.runtime.forks import LeftInForks
 from pagedweight.runtime.frames import Arena
 from pagedweight.runtime.transfer import FrameCopy, Ticket
 from pagedweight.runtime.transfer_batch import DriverCopies, Pieces, pieces_of
@@ -25,12 +26,13 @@ _WRITING_BYTES = 8 * 2**20
 _UPLOAD_BYTES, _LEAST_UPLOADS = 2**16, 4096
 
 
-class _EventTicket:
+class _EventTicket(LeftInForks):
     """An event on a stream; keeps what the copies read alive until it has passed."""
 
     def __init__(
         self, stream: torch.cuda.Stream, keep: Iterable[torch.Tensor] = (), began: torch.cuda.Event | None = None
     ) -> None:
+        super().__init__()
         self._began = began
         self._event = torch.cuda.Event(enable_timing=began is not None)
         self._event.record(stream)

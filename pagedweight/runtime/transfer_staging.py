@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from pagedweight.runtime.forks import LeftInForks
 from pagedweight.runtime.frames import Arena
 
 WORD = torch.complex128  # frames spread 16 bytes at a time
@@ -13,10 +14,11 @@ WORD = torch.complex128  # frames spread 16 bytes at a time
 _LEAST_HALVES = 128
 
 
-class _Half:
+class _Half(LeftInForks):
     """(frames, words) of staging memory; `free` is the event after which it may be overwritten."""
 
     def __init__(self, rows: torch.Tensor) -> None:
+        super().__init__()
         self.rows = rows
         self.address = rows.data_ptr()
         self.free = torch.cuda.Event()

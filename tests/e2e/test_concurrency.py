@@ -188,3 +188,34 @@ def test_a_model_on_a_gpu_generates_while_others_are_patched_and_unpatched() -> 
         rounds.result()
     assert widths == wanted[0]
     assert torch.equal(logits, wanted[1])
+
+
+_FORK_CUDA = """
+import os, signal, sys, torch
+from tests.e2e.test_determinism import answer, pressed
+model = pressed("cuda")
+answer(model)
+signal.alarm(100)
+for use in (False, True):
+    child = os.fork()
+    if not child:
+        try:
+            if use:
+                answer(model)
+        except RuntimeError as error:
+            print("in the child:", str(error).splitlines()[0], flush=True)
+            sys.exit(9)
+        sys.exit(8)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (9 if use else 8)
+answer(model)
+model.pagedweight.check()
+print("the parent lived")
+"""
+
+
+@pytest.mark.gpu
+def test_what_forks_from_a_process_with_a_gpu_may_end_and_is_told_that_it_cannot_use_it() -> None:
+    """PyTorch aborts a process that destroys its parent's events; ours are left alone (runtime/forks.py)."""
+    ran = subprocess.run([sys.executable, "-c", _FORK_CUDA], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert "in the child: Cannot re-initialize CUDA in forked subprocess" in ran.stdout, ran.stdout + ran.stderr[-2000:]
+    assert "the parent lived" in ran.stdout, ran.stderr[-2000:]
