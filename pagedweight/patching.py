@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,6 +57,7 @@ def patch(
     When it fails half-way, layers that had lost their dense weights get their parent-width ones back. RuntimeError when
     memory is short even for that: the model lacks experts then, and each forward says so.
     """
+    check_options(policy, config)
     config = config or RuntimeConfig()
     if hasattr(model, "pagedweight"):
         raise ValueError(f"this {type(model).__name__} is patched already; unpatch it first")
@@ -127,6 +130,21 @@ def assemble(
             undo(model, begun, parts)
             raise
     return model
+
+
+def check_options(policy: object, config: object, others: Iterable[str] = ()) -> None:
+    """TypeError for a policy or a config of another type, and for fields of a config among the other options."""
+    for name, given, wanted in (("policy", policy, Policy), ("config", config, RuntimeConfig)):
+        if not isinstance(given, wanted | None):
+            example = "Policy.load(folder)" if wanted is Policy else "RuntimeConfig(budget_bytes=...)"
+            raise TypeError(
+                f"{name} is {given!r:.80}, a {type(given).__name__}; give a {wanted.__name__}, as {example}"
+            )
+    misplaced = sorted({field.name for field in fields(RuntimeConfig)} & set(others))
+    if misplaced:
+        raise TypeError(
+            f"{', '.join(misplaced)} belongs into the config; give config=RuntimeConfig({misplaced[0]}=...)"
+        )
 
 
 def policy_of(checkpoint: str | Path) -> Policy:

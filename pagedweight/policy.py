@@ -204,6 +204,7 @@ class Policy:
     def load(cls, folder: str | Path) -> Policy:
         """Read what save wrote. Unknown fields of newer writers warn; damaged or non-finite content is a PolicyError.
 
+        folder: that of the files, such as `pagedweight` within a model's.
         FileNotFoundError when there is no such file.
         """
         folder = Path(folder)

@@ -12,7 +12,7 @@ from pagedweight.checkpoint import Checkpoint, CheckpointError
 from pagedweight.discovery_devices import devices_of
 from pagedweight.discovery_experts import ExpertsModule
 from pagedweight.documents import read_document
-from pagedweight.patching import assemble, patch
+from pagedweight.patching import assemble, check_options, patch
 from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
 from pagedweight.saving_hub import HUB_ARGUMENTS, paged_folder
@@ -40,6 +40,7 @@ def load(
     """
     from pagedweight.integrations.hf_quantizer import deferred_config
 
+    check_options(policy, config, kwargs)
     opened = Checkpoint.open(directory)
     _check_marked(Path(directory))
     if verify:
@@ -72,6 +73,7 @@ def from_pretrained(
         token, cache_dir, ...).
     CheckpointError, ValueError: as in load() and patch(). OSError where there is neither folder nor download.
     """
+    check_options(policy, config, kwargs)
     folder = paged_folder(name_or_path, kwargs)
     if folder is not None:
         own = {name: value for name, value in kwargs.items() if name not in HUB_ARGUMENTS}

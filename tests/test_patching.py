@@ -594,3 +594,23 @@ def test_explain_says_what_the_runtime_is_doing_in_words() -> None:
     model = pagedweight.patch(small(), config=RuntimeConfig(budget_bytes=2**20))
     says = r"at rest: \d+ KV blocks of \d+ bytes free, offload at 8 .*; moved so far 0 rows down for 0 bytes, \d+ up"
     assert re.match(says, model.pagedweight.explain())
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"policy": "paged/pagedweight"}, r"^policy is 'paged/pagedweight', a str; give a Policy, as Policy\.load"),
+        ({"config": {"budget_bytes": 1}}, r"^config is \{'budget_bytes': 1\}, a dict; give a RuntimeConfig, as"),
+        (
+            {"budget_bytes": 2**30},
+            r"^budget_bytes belongs into the config; give config=RuntimeConfig\(budget_bytes=\.\.\.\)",
+        ),
+    ],
+)
+def test_options_of_another_kind_are_told_before_anything_is_loaded(given: dict[str, object], says: str) -> None:
+    for load in (pagedweight.load, pagedweight.from_pretrained):
+        with pytest.raises(TypeError, match=says):
+            load("nowhere", **given)
+    if "budget_bytes" not in given:
+        with pytest.raises(TypeError, match=says):
+            pagedweight.patch(small(), **given)
