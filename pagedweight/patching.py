@@ -143,7 +143,7 @@ def check_options(policy: object, config: object, others: Iterable[str] = ()) ->
     misplaced = sorted({field.name for field in fields(RuntimeConfig)} & set(others))
     if misplaced:
         raise TypeError(
-            f"{', '.join(misplaced)} belongs into the config; give config=RuntimeConfig({misplaced[0]}=...)"
+            f"{', '.join(misplaced)} belongs in the config; give config=RuntimeConfig({misplaced[0]}=...)"
         )
 
 

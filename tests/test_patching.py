@@ -603,7 +603,7 @@ def test_explain_says_what_the_runtime_is_doing_in_words() -> None:
         ({"config": {"budget_bytes": 1}}, r"^config is \{'budget_bytes': 1\}, a dict; give a RuntimeConfig, as"),
         (
             {"budget_bytes": 2**30},
-            r"^budget_bytes belongs into the config; give config=RuntimeConfig\(budget_bytes=\.\.\.\)",
+            r"^budget_bytes belongs in the config; give config=RuntimeConfig\(budget_bytes=\.\.\.\)",
         ),
     ],
 )
