@@ -51,9 +51,9 @@ class ArenaLayer(CacheLayerMixin):
     def check_batch(self, batch: int) -> None:
         """ValueError when tokens of another number of sequences are held."""
         for slab in self._slabs:
-            if slab.start < slab.stop and len(slab.frames) != batch:
+            if slab.start < slab.stop and slab.batch != batch:
                 raise ValueError(
-                    f"the cache holds {len(slab.frames)} sequences and got {batch}; "
+                    f"the cache holds {slab.batch} sequences and got {batch}; "
                     "reset() it or make a new cache with new_cache()"
                 )
 

@@ -7,7 +7,6 @@ taken when a sequence grows into them and found again through a small index, as 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import NamedTuple
 
 import numpy as np
@@ -19,39 +18,84 @@ from pagedweight.runtime.frame_ids import replaced
 from pagedweight.runtime.interrupts import InterruptsHeld
 
 
+class FrameIds:
+    """Ids of frames, taken to the device when something there first asks for them."""
+
+    def __init__(self, frames: np.ndarray, device: torch.device) -> None:
+        self._frames = frames
+        self._device = device
+        self._there: torch.Tensor | None = None
+
+    def there(self) -> torch.Tensor:
+        """The host does not wait for them."""
+        if self._there is None:
+            ids = torch.from_numpy(self._frames)
+            self._there = ids if self._device.type == "cpu" else ids.pin_memory().to(self._device, non_blocking=True)
+        return self._there
+
+
 class Slab:
-    """K or V of one layer: tokens [start, stop) of each of B sequences, in frame columns from first_column on."""
+    """K or V of one layer: tokens [start, stop) of each of B sequences, in frame columns from first_column on.
+
+    Columns are put together when they are used: a cache that grows takes no time on the device before its forward.
+    """
 
     def __init__(self, places: Places, holdings: FrameHoldings) -> None:
         self.places = places
         self.tokens_per_frame = places.tokens_per_frame
         self._holdings = holdings
         holdings.followers.append(self)
-        self.start = self.stop = 0
-        self._hold(None, None, 0)
+        self._forget()
 
     def clear(self) -> None:
         """Forget every token and give every frame back."""
         held = self.frames
-        self.start = self.stop = 0
-        self._hold(None, None, 0)
-        if held is not None:
+        self._forget()
+        if held.size:
             self._holdings.give(held.ravel())
 
-    def _hold(self, frames: np.ndarray | None, index: torch.Tensor | None, first_column: int) -> None:
-        """What follows from the frames is worked out here: most tokens are written and read with those of the last."""
-        self.frames, self._index, self.first_column = frames, index, first_column
-        self.index = None if index is None else index.flatten()
+    def _forget(self) -> None:
+        self.start = self.stop = self.batch = 0
+        self._hold(np.empty((0, 0), dtype=np.int64), None, 0)
+
+    def _hold(self, frames: np.ndarray, table: torch.Tensor | None, first_column: int) -> None:
+        """frames: (B, columns), on the device `table`."""
+        self.first_column, self.columns = first_column, frames.shape[1]
+        self._frames, self._table = [frames], table
+        self._coming: list[tuple[FrameIds, slice]] = []
+        self._columns_changed()
+
+    def _columns_changed(self) -> None:
+        self.room = (self.first_column + self.columns) * self.tokens_per_frame
+        self._index: torch.Tensor | None = None
         self._last_column: tuple[int, torch.Tensor | None] = -1, None
-        self.room = 0 if frames is None else (first_column + frames.shape[1]) * self.tokens_per_frame
+
+    @property
+    def frames(self) -> np.ndarray:
+        """int64 (B, columns)."""
+        if len(self._frames) > 1:
+            self._frames = [np.concatenate(self._frames, axis=1)]
+        return self._frames[0]
+
+    @property
+    def table(self) -> torch.Tensor:
+        """The same on the device."""
+        if self._coming:
+            parts = [ids.there()[part].view(self.batch, -1) for ids, part in self._coming]
+            parts = parts if self._table is None else [self._table, *parts]
+            self._table, self._coming = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), []
+        return self._table
+
+    @property
+    def index(self) -> torch.Tensor:
+        """And in one dimension, the same object until it changes."""
+        if self._index is None:
+            self._index = self.table.flatten()
+        return self._index
 
     @property
     def tokens(self) -> int:
         return self.stop - self.start
-
-    @property
-    def columns(self) -> int:
-        return 0 if self.frames is None else self.frames.shape[1]
 
     def has_room(self, stop: int) -> bool:
         """Whether tokens up to `stop` can be written behind those held."""
@@ -64,25 +108,25 @@ class Slab:
 
     def forget_reservation(self, start: int, batch: int) -> None:
         """Give back frames that were taken for a forward that never wrote, unless this one writes there too."""
-        if self.frames is not None and not self.tokens and (self.start, self.frames.shape[0]) != (start, batch):
+        if self.columns and not self.tokens and (self.start, self.batch) != (start, batch):
             self.clear()
 
-    def add_columns(self, start: int, frames: np.ndarray, index: torch.Tensor) -> None:
-        """Take over frames (B, n) and their ids on the device; start is used while the slab is empty."""
-        if self.frames is None:
+    def add_columns(self, start: int, frames: np.ndarray, ids: FrameIds, part: slice) -> None:
+        """Take over frames (B, n), which are a part of the ids; start is used while the slab is empty."""
+        if not self.columns:
             self.start = self.stop = start
-            self._hold(frames, index, start // self.tokens_per_frame)
-        else:
-            together = np.concatenate([self.frames, frames], axis=1), torch.cat([self._index, index], dim=1)
-            self._hold(*together, self.first_column)
+            self.batch, self.first_column, self._frames = len(frames), start // self.tokens_per_frame, []
+        self._frames.append(frames)
+        self._coming.append((ids, part))
+        self.columns += frames.shape[1]
+        self._columns_changed()
 
     def follow(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Frames have moved within the arena: those of the sources that are this slab's are at their targets now."""
-        if self.frames is None:
-            return
         frames = replaced(self.frames, sources, targets)
         if not np.array_equal(frames, self.frames):
-            self._hold(frames, on_device(frames, self.places.device), self.first_column)
+            self._hold(frames, None, self.first_column)
+            self._coming.append((FrameIds(frames.ravel(), self.places.device), slice(None)))
 
     def write(self, states: torch.Tensor) -> None:
         """Append states (B, heads, S, head_dim); the columns must be there."""
@@ -91,13 +135,13 @@ class Slab:
             return
         position = torch.arange(self.stop, self.stop + states.shape[2], device=self.places.device)
         column = position // self.tokens_per_frame - self.first_column
-        self.places.write(self._index[:, column], position % self.tokens_per_frame, states)
+        self.places.write(self.table[:, column], position % self.tokens_per_frame, states)
         self.stop += states.shape[2]
 
     def _write_one(self, states: torch.Tensor) -> None:
         column, place = divmod(self.stop, self.tokens_per_frame)
         if column != self._last_column[0]:
-            self._last_column = column, self._index[:, column - self.first_column]
+            self._last_column = column, self.table[:, column - self.first_column]
         self.places.write_one(self._last_column[1], place, states)
         self.stop += 1
 
@@ -109,7 +153,7 @@ class Slab:
         """What read() gives, as a view of gathered frames of which those from first_row on are this slab's."""
         start = max(self.start, first)
         skipped = start - self.first_column * self.tokens_per_frame
-        return self.places.tokens(gathered, first_row, len(self.frames), self.columns, skipped, self.stop - start)
+        return self.places.tokens(gathered, first_row, self.batch, self.columns, skipped, self.stop - start)
 
     def drop_before(self, start: int) -> None:
         """Forget tokens before `start` and give back the frames that only held such tokens."""
@@ -117,7 +161,7 @@ class Slab:
         gone = min(self.start // self.tokens_per_frame - self.first_column, self.columns)
         if gone > 0:
             held = self.frames
-            self._hold(held[:, gone:], self._index[:, gone:], self.first_column + gone)
+            self._hold(held[:, gone:], self.table[:, gone:], self.first_column + gone)
             self._holdings.give(held[:, :gone].ravel())
 
     def drop_from(self, stop: int) -> None:
@@ -127,21 +171,16 @@ class Slab:
             return
         self.stop = min(self.stop, stop)
         kept = -(-self.stop // self.tokens_per_frame) - self.first_column
-        held = self.frames
-        self._hold(held[:, :kept], self._index[:, :kept], self.first_column)
-        self._holdings.give(held[:, kept:].ravel())
+        if kept < self.columns:
+            held = self.frames
+            self._hold(held[:, :kept], self.table[:, :kept], self.first_column)
+            self._holdings.give(held[:, kept:].ravel())
 
     def permute(self, sequences: torch.Tensor) -> None:
         """Sequence i becomes the old sequence sequences[i]; as many sequences as before, so no frame is needed."""
         states = self.read().index_select(0, sequences.to(self.places.device))
         self.stop = self.start
         self.write(states)
-
-
-def on_device(frames: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Frame ids on the device; the host does not wait for it."""
-    ids = torch.from_numpy(frames)
-    return ids if device.type == "cpu" else ids.pin_memory().to(device, non_blocking=True)
 
 
 class Span(NamedTuple):
@@ -162,22 +201,13 @@ def grow(pool: KVPool, holdings: FrameHoldings, spans: Sequence[Span], batch: in
     for slab, start, _ in spans:
         slab.forget_reservation(start, batch)
     counts = [batch * slab.missing_columns(start, stop) for slab, start, stop in spans]
-    if any(counts):
-        with InterruptsHeld():
-            _add_columns(pool, holdings, spans, counts, batch)
-
-
-def _add_columns(
-    pool: KVPool, holdings: FrameHoldings, spans: Sequence[Span], counts: Sequence[int], batch: int
-) -> None:
-    frames = pool.take(holdings, sum(counts))
-    with ExitStack() as on_error:
-        on_error.callback(holdings.give, frames)
-        index = on_device(frames, pool.arena.memory.device)
-        on_error.pop_all()
-    first = 0
-    for (slab, start, _), count in zip(spans, counts, strict=True):
-        if count:
-            part = slice(first, first + count)
-            slab.add_columns(start, frames[part].reshape(batch, -1), index[part].view(batch, -1))
-            first += count
+    if not any(counts):
+        return
+    with InterruptsHeld():
+        frames = pool.take(holdings, sum(counts))
+        ids, first = FrameIds(frames, pool.arena.memory.device), 0
+        for (slab, start, _), count in zip(spans, counts, strict=True):
+            if count:
+                part = slice(first, first + count)
+                slab.add_columns(start, frames[part].reshape(batch, -1), ids, part)
+                first += count
