@@ -28,11 +28,14 @@ def throughput(record: Mapping[str, Any]) -> Lines:
     """Tokens/s and peak reserved memory."""
     model = record.get("model", "qwen")
     kinds = (("shared", "the shared expert paged too"), ("compiled", "layers compiled by torch.compile"))
-    title = f"{MODELS[model]} shape, {record.get('layers', 24)} layers"
+    tables = dict.fromkeys(TABLES[row["codebooks"]] for row in record.get("paged", []))
+    title = f"{MODELS[model]} shape, {record.get('layers', 24)} layers, {' and '.join(tables)}"
     yield f"### {'; '.join([title, *(text for name, text in kinds if record.get(name))])}"
     yield ""
-    yield from speeds("experts, every step one graph", [*record["dense"], *record.get("paged", [])])
-    yield from beside(bar for bar in record.get("bars", []) if bar["width"] in WIDTHS)
+    paged = sorted(record.get("paged", []), key=lambda row: (row["width"], row["experts"] == "mixed"))
+    yield from speeds("experts, every step one graph", [*record["dense"], *paged])
+    bars = [bar for bar in record.get("bars", []) if bar["width"] in WIDTHS]
+    yield from beside(sorted(bars, key=lambda bar: bar["width"]))
     for name, title in CALLED.items():
         if record.get(name):
             yield from speeds(title, record[name])
