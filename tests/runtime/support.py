@@ -210,12 +210,11 @@ class CrankedEngine:
         self._arena = arena
 
     def copy_in(self, copies: Sequence[FrameCopy]) -> CrankedTicket:
-        if self.fail_next_launch:
-            self.fail_next_launch = False
-            raise TransferFault("the copy could not be launched")
+        self._launch()
         return self._ticket(copies, inwards=True)
 
     def copy_out(self, copies: Sequence[FrameCopy]) -> CrankedTicket:
+        self._launch()
         return self._ticket(copies, inwards=False)
 
     def fence(self) -> CrankedTicket:
@@ -274,6 +273,11 @@ class CrankedEngine:
             rows.index_copy_(0, frames, copy.host.view(len(frames), -1))
         else:
             copy.host.view(len(frames), -1).copy_(rows[frames])
+
+    def _launch(self) -> None:
+        if self.fail_next_launch:
+            self.fail_next_launch = False
+            raise TransferFault("the copy could not be launched")
 
     def _ticket(self, copies: Sequence[FrameCopy], inwards: bool) -> CrankedTicket:
         self.pending.append(CrankedTicket(self, list(copies), inwards))
