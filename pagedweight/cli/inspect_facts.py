@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -102,7 +102,7 @@ def _widths(layout: Layout, policy: Policy) -> dict[int, WidthBytes]:
     return found
 
 
-def _layers(layout: Layout, policy: Policy, unreached: Mapping[int, set[int]]):
+def _layers(layout: Layout, policy: Policy, unreached: Mapping[int, set[int]]) -> Iterator[LayerFacts]:
     for at, shape in enumerate(layout.moe_layers):
         rows = slice(layout.first_row(at), layout.first_row(at) + 2 * shape.experts)
         mass = policy.m_cal[rows].reshape(shape.experts, 2).max(axis=1)

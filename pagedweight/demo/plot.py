@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -54,7 +55,7 @@ def draw_timeline(samples: Sequence[Sample], budget_bytes: int, paths: Sequence[
         figure.savefig(path)
 
 
-def _mark_phases(axis, samples: Sequence[Sample], named: bool) -> None:
+def _mark_phases(axis: Axes, samples: Sequence[Sample], named: bool) -> None:
     """A thin line where a phase begins, with its name beside it on the upper panel."""
     previous: Phase | None = None
     for sample in samples:

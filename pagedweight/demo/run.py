@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,16 +160,16 @@ def dynamic_row(model: PreTrainedModel, text: HeldOut, recorder: Recorder, progr
 class Watch(StoppingCriteria):
     """Calls back with the sequence's length after every generated token; never stops."""
 
-    def __init__(self, seen) -> None:
+    def __init__(self, seen: Callable[[int], None]) -> None:
         self._seen = seen
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
         self._seen(input_ids.shape[1])
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 @contextmanager
-def stage(progress: Progress, name: str, total: int) -> Iterator:
+def stage(progress: Progress, name: str, total: int) -> Iterator[Callable[..., None]]:
     """A progress bar of `total` steps; yields its advance(steps=1)."""
     task = progress.add_task(name, total=total)
     yield lambda steps=1: progress.advance(task, steps)
