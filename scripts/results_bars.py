@@ -15,8 +15,9 @@ from scripts.results_policies import OWN
 from scripts.results_tables import Lines, table
 
 Record = Mapping[str, Any]
-FIXED = ("lut16", "fast")  # checkpoints of 3 to 6 bits: their default tables, and byte tables
 TABLES = {"lut16": "16-bit tables", "fast": "byte tables"}
+SHAPES = {"qwen": "Qwen", "mixtral": "Mixtral"}
+MOVING = "slower_than_still"
 MIXED_TIME, MOVING_TIME = 0.02, 0.03  # more than uniform widths take, than pages that stand still
 EVALUATION_MINUTES = 20
 
@@ -61,20 +62,19 @@ def kl_bars(policies: Iterable[Record], evaluations: Iterable[Record]) -> Iterat
 
 def steadiness(records: Sequence[Record]) -> Iterator[Bar]:
     """What mixed widths and moving pages cost, where they cost most."""
-    for codebooks, tables in TABLES.items():
-        mixed = [
-            (row["slower_than_uniform"], f"{shape(record)}, B = {row['batch']}, {row['width']} bits")
-            for record in records
-            for row in record.get("paged", [])
-            if "slower_than_uniform" in row and row["codebooks"].startswith(codebooks)
-        ]
-        yield from _most(f"time of mixed widths beside the uniform one of the same bytes, {tables}", mixed, MIXED_TIME)
-    moved = [
-        (row["slower_than_still"], f"{shape(record)}, B = {row['batch']}")
-        for record in records
-        for row in record.get("moving", [])
-    ]
-    yield from _most("time while pages leave and come back, beside the same steps held still", moved, MOVING_TIME)
+    bars = (
+        ("time of mixed widths beside the uniform one of the same bytes", "paged", "slower_than_uniform", MIXED_TIME),
+        ("time while pages leave and come back, beside the same steps held still", "moving", MOVING, MOVING_TIME),
+    )
+    for what, part, figure, limit in bars:
+        for codebooks, tables in TABLES.items():
+            found = [
+                (row[figure], place(record, row))
+                for record in records
+                for row in record.get(part, [])
+                if figure in row and row["codebooks"].startswith(codebooks)
+            ]
+            yield from _most(f"{what}, {tables}", found, limit)
 
 
 def _most(what: str, found: Sequence[tuple[float, str]], limit: float) -> Iterator[Bar]:
@@ -85,8 +85,10 @@ def _most(what: str, found: Sequence[tuple[float, str]], limit: float) -> Iterat
         yield Bar(what, f"at most +{100 * limit:.0f} %", measured, most <= limit)
 
 
-def shape(record: Record) -> str:
-    return {"qwen": "Qwen", "mixtral": "Mixtral"}[record.get("model", "qwen")]
+def place(record: Record, row: Record) -> str:
+    bits = f", {row['width']} bits" if "width" in row else ""
+    compiled = ", compiled" if record.get("compiled") else ""
+    return f"{SHAPES[record.get('model', 'qwen')]}, B = {row['batch']}{bits}{compiled}"
 
 
 def evaluation_bars(records: Iterable[Record]) -> Iterator[Bar]:

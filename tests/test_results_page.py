@@ -46,3 +46,19 @@ def test_every_section_names_the_command_of_its_figures(page: str) -> None:
     for section in sections:
         assert "| --- |" in section, section
         assert re.search(r"^`(python|pagedweight) .+`, ", section, re.MULTILINE), section
+
+
+def test_a_bar_is_met_from_its_figure_on_and_missed_below() -> None:
+    from bench.e2e.throughput_peers import GROUPED
+    from scripts.results_gains import gains
+
+    def cells(saved: float, times: float) -> str:
+        bar = {"batch": 1, "width": 3, "codebooks": "fast", "against": GROUPED}
+        bar |= {"memory_saved": saved, "times_tokens_per_second": times}
+        dense = {"experts": GROUPED, "batch": 1, "peak_reserved_bytes": 10**10}
+        return "\n".join(gains([{"layers": 24, "bars": [bar], "dense": [dense]}]))
+
+    assert "| memory saved | 69.0 %, met | - | - | - |" in cells(0.69, 1.0)
+    assert "| memory saved | 68.9 %, missed | - | - | - |" in cells(0.689, 1.0)
+    assert "one graph | 1.94, met |" in cells(0.0, 1.94)
+    assert "one graph | 1.94, missed |" in cells(0.0, 1.939)
