@@ -93,11 +93,10 @@ def test_the_op_itself_refuses_an_input_that_asks_for_gradients():
         torch.ops.pagedweight.fused_moe(**arguments)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_function_that_asks_for_gradients_is_one_graph(backend):
+def test_a_compiled_function_that_asks_for_gradients_is_one_graph():
     _, arguments = call()
     x = arguments["x"].requires_grad_()
-    compiled = torch.compile(lambda x: ops.fused_moe(**arguments | {"x": 2 * x}), fullgraph=True, backend=backend)
+    compiled = torch.compile(lambda x: ops.fused_moe(**arguments | {"x": 2 * x}), fullgraph=True, backend="aot_eager")
     out = compiled(x)
     assert arguments["counts"].sum() == 10
     assert torch.equal(out, ops.fused_moe(**arguments | {"x": 2 * x}))
