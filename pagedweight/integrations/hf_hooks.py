@@ -147,6 +147,12 @@ def _preparing(model: weakref.ref[nn.Module], before: BeforeForward) -> Callable
     return prepare
 
 
+@torch.compiler.assume_constant_result
+def _exporting() -> bool:
+    """Asked as ordinary Python: in what torch before 2.13 compiles, is_exporting() is true without any export."""
+    return torch.compiler.is_exporting()
+
+
 class BeforeForward:
     """A pre-hook, since that sees what only the forward knows: how many tokens are new, which are padding, the cache.
 
@@ -168,7 +174,7 @@ class BeforeForward:
             # Inputs may have been prepared for a forward that never came.
             came = inputs_of(args, kwargs)
             ahead = came is None or self._ahead_of is None or self._ahead_of() is came
-        if not ahead and not torch.compiler.is_exporting():
+        if not ahead and not _exporting():
             self._boundary(args, kwargs)
 
     def ahead(self, args: tuple, kwargs: dict, first: bool | None = None) -> None:
