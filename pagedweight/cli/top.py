@@ -8,6 +8,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -89,7 +90,7 @@ def _print(address: str, readings: Iterable[Reading | str]) -> None:
 
 
 def _show(address: str, readings: Iterable[Reading | str]) -> None:
-    """The live screen. A server that does not answer is waited for; the screen says so."""
+    """The live screen, and at the end what it showed last. A server that does not answer is waited for; it says so."""
     from rich.console import Console
     from rich.live import Live
 
@@ -97,10 +98,12 @@ def _show(address: str, readings: Iterable[Reading | str]) -> None:
 
     console = Console()
     view = View(address, console)
-    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+    with Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else nullcontext() as live:
         for reading in readings:
             view.add(reading)
-            live.update(view.render(), refresh=True)
+            if live is not None:
+                live.update(view.render(), refresh=True)
+    console.print(view.render())
 
 
 def _draw(address: str, readings: Iterable[Reading | str], picture: Path) -> None:

@@ -128,6 +128,18 @@ def test_the_screen_shows_memory_layers_moves_and_stalls() -> None:
     assert "13" in done.stdout
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_was_shown_last_stays_when_readings_end(terminal: bool) -> None:
+    """A terminal's own screen comes back with the command's, and takes what was drawn on it away."""
+    with answering(metrics(6.0, 3), metrics(4.0, 13)) as address:
+        environment = {"FORCE_COLOR": "1", "TERM": "xterm"} if terminal else {}
+        done = RUNNER.invoke(app, ["top", address, "--interval", "0.1", "--readings", "2"], env=environment)
+    left = done.stdout.rpartition("\x1b[?1049l")[2]  # back from the alternate screen
+    assert ("\x1b[?1049h" in done.stdout) == terminal
+    assert "4.00 mean bits" in Text.from_ansi(left).plain
+    assert left.endswith("\n")
+
+
 def test_a_server_that_is_gone_is_waited_for() -> None:
     with answering(metrics(), None, metrics(3.0)) as address:
         done = run(address, "--readings", "3")
