@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from pagedweight.integrations.hf_cache_layers import ArenaLayer, arena_layer
 from pagedweight.integrations.kv_pool import KVPool
 from pagedweight.integrations.kv_slab import Span, grow, missing_frames
+from pagedweight.runtime.interrupts import InterruptsHeld
 
 
 class ArenaCache(Cache):
@@ -63,8 +64,18 @@ class ArenaCache(Cache):
         """Take those frames now, so that nothing is allocated inside the forward. Raises OutOfFrames."""
         grow(self._pool, self._holdings, self._spans(batch, tokens), batch)
 
+    def reset(self) -> None:
+        """Forget every token and give every frame back, all at once."""
+        with InterruptsHeld():
+            for layer in self.layers:
+                if isinstance(layer, ArenaLayer):
+                    layer.forget()
+                else:
+                    layer.reset()
+            self._holdings.give_all()
+
     def release(self) -> None:
-        """Forget every token and give every frame back."""
+        """The same."""
         self.reset()
 
     def batch_repeat_interleave(self, repeats: int) -> None:

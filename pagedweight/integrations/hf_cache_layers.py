@@ -91,6 +91,12 @@ class ArenaLayer(CacheLayerMixin):
             slab.clear()
         self._seen = 0
 
+    def forget(self) -> None:
+        """As reset, and somebody else gives the frames back."""
+        for slab in self._slabs:
+            slab.forget()
+        self._seen = 0
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove tokens; a positive number is the length to keep, as transformers had it."""
         change = int(tokens_to_remove)  # assisted decoding passes a tensor

@@ -45,16 +45,17 @@ class Slab:
         self.tokens_per_frame = places.tokens_per_frame
         self._holdings = holdings
         holdings.followers.append(self)
-        self._forget()
+        self.forget()
 
     def clear(self) -> None:
         """Forget every token and give every frame back."""
         held = self.frames
-        self._forget()
+        self.forget()
         if held.size:
             self._holdings.give(held.ravel())
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Every token, and every frame, which somebody else gives back."""
         self.start = self.stop = self.batch = 0
         self._hold(np.empty((0, 0), dtype=np.int64), None, 0)
 
