@@ -134,17 +134,17 @@ def assemble(
 
 def check_options(policy: object, config: object, others: Iterable[str] = ()) -> None:
     """TypeError for a policy or a config of another type, and for fields of a config among the other options."""
-    for name, given, wanted in (("policy", policy, Policy), ("config", config, RuntimeConfig)):
-        if not isinstance(given, wanted | None):
-            example = "Policy.load(folder)" if wanted is Policy else "RuntimeConfig(budget_bytes=...)"
-            raise TypeError(
-                f"{name} is {given!r:.80}, a {type(given).__name__}; give a {wanted.__name__}, as {example}"
-            )
+    check_kind("policy", policy, Policy, "Policy.load(folder)")
+    check_kind("config", config, RuntimeConfig, "RuntimeConfig(budget_bytes=...)")
     misplaced = sorted({field.name for field in fields(RuntimeConfig)} & set(others))
     if misplaced:
-        raise TypeError(
-            f"{', '.join(misplaced)} belongs in the config; give config=RuntimeConfig({misplaced[0]}=...)"
-        )
+        raise TypeError(f"{', '.join(misplaced)} belongs in the config; give config=RuntimeConfig({misplaced[0]}=...)")
+
+
+def check_kind(name: str, given: object, wanted: type, such: str) -> None:
+    """TypeError unless an option is None or of its kind, of which `such` is an example."""
+    if not isinstance(given, wanted | None):
+        raise TypeError(f"{name} is {given!r:.80}, a {type(given).__name__}; give a {wanted.__name__}, as {such}")
 
 
 def policy_of(checkpoint: str | Path) -> Policy:

@@ -614,3 +614,5 @@ def test_options_of_another_kind_are_told_before_anything_is_loaded(given: dict[
     if "budget_bytes" not in given:
         with pytest.raises(TypeError, match=says):
             pagedweight.patch(small(), **given)
+    with pytest.raises(TypeError, match=r"^runtime is 3, a int; give a RuntimeConfig, as RuntimeConfig\("):
+        pagedweight.PagedWeightConfig(runtime=3)

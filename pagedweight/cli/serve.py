@@ -97,10 +97,7 @@ def serve(
         loaded = _load(checkpoint, budget_bytes, device, dtype, trace, name, batching, batch_tokens)
         if api_key is None and not _loopback(host):
             typer.echo(f"warning: whoever reaches {host} can use the model; give --api-key-file", err=True)
-        if admin_token is None:
-            admin_token = secrets.token_urlsafe(24)
-            typer.echo(f"admin token: {admin_token}", err=True)
-        app = build_app(loaded, limits, admin_token=admin_token, api_key=api_key)
+        app = build_app(loaded, limits, admin_token=admin_token or _made_up_token(), api_key=api_key)
         _listen(app, loaded.name, at, 4 * max_requests)
 
 
@@ -227,6 +224,12 @@ def _token(path: Path | None, option: str) -> str | None:
     if len(token) < 16 or not all(0x21 <= byte <= 0x7E for byte in token):
         raise fail(f"{option} {path}: {len(token)} bytes are no token; give at least 16 characters of ASCII, no blanks")
     return token.decode("ascii")
+
+
+def _made_up_token() -> str:
+    token = secrets.token_urlsafe(24)
+    typer.echo(f"admin token: {token}", err=True)
+    return token
 
 
 def _loopback(host: str) -> bool:

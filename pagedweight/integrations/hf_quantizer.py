@@ -27,7 +27,7 @@ from pagedweight.discovery import find_experts
 from pagedweight.discovery_devices import devices_of
 from pagedweight.discovery_experts import ExpertsModule
 from pagedweight.layout import Layout
-from pagedweight.patching import assemble, patch
+from pagedweight.patching import assemble, check_kind, patch
 from pagedweight.patching_sizes import resident_bytes
 from pagedweight.quant.levels import check_level
 from pagedweight.runtime.config import RuntimeConfig
@@ -53,6 +53,7 @@ class PagedWeightConfig(QuantizationConfigMixin):
         quant_method: str = METHOD,  # as config.json names it
     ) -> None:
         check_level(level, calibrated=False)
+        check_kind("runtime", runtime, RuntimeConfig, "RuntimeConfig(budget_bytes=...)")
         self.quant_method = quant_method
         self.runtime = runtime
         self.level = level
