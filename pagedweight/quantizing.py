@@ -66,9 +66,10 @@ def quantize(
     importance: by linear-block, tensors that broadcast to its (N, K), h_ij of Eq. (2), instead of calibration's.
     codebooks: by width, how a table of it gives the codes their values, as docs/format.md defines; lut16 where not
         given. Tables stay in that form on the device: the smaller they are, the more room is left for pages.
-    calibration: Statistics of this model, or text to take them from, as `windows_of` takes it. Balanced and best need
-        it; fast weighs columns by it.
+    calibration: Statistics of this model, or text to take them from: a .jsonl file with a text field or a plain one,
+        several as Paths, or documents as a list of strings. Balanced and best need it; fast weighs columns by it.
     windows: of 512 tokens, at most so many; statistics are of the first 256, tables are tuned on all.
+    seed: of everything that is drawn. tuning: epochs, rows and rate of tuned tables (calibration.tuning.TuningOptions).
     tokenizer: for text; the folder's own by default. device: where a folder is quantized; the GPU if there is one.
     keep_statistics: a folder for what calibration took from text, to be used again with `load_statistics`.
     progress: called with (step, done, total).

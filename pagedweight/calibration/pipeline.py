@@ -116,7 +116,8 @@ def calibrate(
 ) -> Policy:
     """Measure a quantized checkpoint on text and return the planner's policy, written into the checkpoint too.
 
-    data: calibration text, as `windows_of` takes it. tokenizer: the checkpoint's by default.
+    data: calibration text: a .jsonl file with a text field or a plain one, several as Paths, or a list of documents.
+    tokenizer: the checkpoint's by default. options: what is measured, and how much of it (Options of this module).
     statistics: of the same model, measured before, or the folder they were saved in; taken from data by default.
     windows, length: at most that many windows of that many tokens are used.
     model: the unquantized model, or where it is; by default the checkpoint at its parent width stands in for it.

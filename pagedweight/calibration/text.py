@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -122,6 +123,9 @@ def windows_of(
         return text if count is None else text.first(count)
     if isinstance(text, str | Path):
         text = [Path(text)]
+    named = [one for one in text if isinstance(one, str) and os.path.isfile(one)]  # a Path of a long text would raise
+    if named:
+        raise ValueError(f"{named[0]} among the texts is the name of a file; give Path({named[0]!r}) to have it read")
     files = [one for one in text if isinstance(one, Path)]
     groups = [read_documents(file) for file in files] if files else [list(text)]
     tokenizer = tokenizer_of()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedweight.calibration.text import read_documents, text_in, token_windows
+from pagedweight.calibration.text import read_documents, text_in, token_windows, windows_of
 
 
 def encode(text: str) -> list[int]:
@@ -49,6 +49,13 @@ def test_files_are_read_by_their_kind(tmp_path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in ("one", "two\nthree")) + "\n")
     (tmp_path / "a.txt").write_text("one\n<|endoftext|>\ntwo\nthree")
     assert read_documents(tmp_path / "a.jsonl") == read_documents(tmp_path / "a.txt") == ["one", "two\nthree"]
+
+
+def test_a_name_of_a_file_is_no_document(tmp_path: Path) -> None:
+    """Calibrating on the names of files would go on in silence."""
+    (tmp_path / "a.txt").write_text("words " * 40)
+    with pytest.raises(ValueError, match=r"a\.txt among the texts is the name of a file; give Path\("):
+        windows_of([str(tmp_path / "a.txt"), "word " * 400], lambda: pytest.fail("read"))
 
 
 @pytest.mark.parametrize(
