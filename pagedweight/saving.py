@@ -86,7 +86,10 @@ def _check_marked(directory: Path) -> None:
     """CheckpointError unless config.json says that experts are paged: without it transformers makes some up."""
     path = directory / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{directory} has pages but no config.json; copy the whole folder")
+        raise CheckpointError(
+            f"{directory} has pages but no config.json; copy the whole folder, or give a model of your own its pages with "
+            "patch(model, checkpoint=folder)"
+        )
     try:
         config = read_document(path, constants=True)
         marked = config["quantization_config"]
