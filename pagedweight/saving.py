@@ -87,8 +87,8 @@ def _check_marked(directory: Path) -> None:
     path = directory / "config.json"
     if not path.is_file():
         raise CheckpointError(
-            f"{directory} has pages but no config.json; copy the whole folder, or give a model of your own its pages with "
-            "patch(model, checkpoint=folder)"
+            f"{directory} has pages but no config.json; copy the whole folder, or give a model of your own its pages "
+            "with patch(model, checkpoint=folder)"
         )
     try:
         config = read_document(path, constants=True)
