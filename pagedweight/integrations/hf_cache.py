@@ -85,16 +85,18 @@ class ArenaCache(Cache):
 
     def _spans(self, batch: int, tokens: int) -> list[Span]:
         """What a forward writes where there is no room yet. ValueError when it does not fit what the cache holds."""
-        layers = self._arena_layers()
-        lengths = {layer.get_seq_length() for layer in layers}
-        if len(lengths) > 1 or any(layer.torn for layer in layers):
-            raise ValueError(
-                f"the cache holds {min(lengths)} tokens in some layers and {max(lengths)} in others, since a forward "
-                "ended half-way; reset() it or make a new cache with new_cache()"
-            )
-        for layer in layers:
+        spans, layers = [], self._arena_layers()
+        lengths = [layer.get_seq_length() for layer in layers]
+        for layer, length in zip(layers, lengths, strict=True):
+            if length != lengths[0] or layer.torn:
+                raise ValueError(
+                    f"the cache holds {min(lengths)} tokens in some layers and {max(lengths)} in others, since a "
+                    "forward ended half-way; reset() it or make a new cache with new_cache()"
+                )
             layer.check_batch(batch)
-        return [span for layer in layers if not layer.has_room(tokens) for span in layer.growth(tokens)]
+            if not layer.has_room(tokens):
+                spans += layer.growth(tokens)
+        return spans
 
     def _arena_layers(self) -> list[ArenaLayer]:
         """Layers that hold a cache; a layer that shares another's keeps the model's own empty object."""

@@ -46,7 +46,8 @@ class ArenaLayer(CacheLayerMixin):
     @property
     def torn(self) -> bool:
         """Whether a forward ended between the tokens' keys, their values and their count."""
-        return any(slab.start < slab.stop != self._seen for slab in self._slabs)
+        keys, values = self._slabs
+        return keys.start < keys.stop != self._seen or values.start < values.stop != self._seen
 
     def check_batch(self, batch: int) -> None:
         """ValueError when tokens of another number of sequences are held."""
