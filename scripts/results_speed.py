@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from bench.e2e.throughput_check import ERROR_LIMIT
 from bench.e2e.throughput_peers import GROUPED, MARLIN, NO_TIME, NOT_COMPILED
 from scripts.results_tables import Lines, made_by, table
 
@@ -41,6 +42,15 @@ def throughput(record: Mapping[str, Any]) -> Lines:
             yield from speeds(title, record[name])
             yield from beside(generate_bars(record, name))
     yield from steadiness(record)
+    checked = record.get("answers")
+    if checked:
+        batches = ", ".join(str(batch) for batch in sorted({row["batch"] for row in checked}))
+        yield (
+            f"Answers of one layer beside transformers' own experts over the same weights, {batches} sequences, each "
+            f"width and mixed: at most {100 * max(row['error'] for row in checked):.1f} % of the largest logit apart "
+            f"(limit {100 * ERROR_LIMIT:.0f} %)."
+        )
+        yield ""
     if "note" in record:
         yield record["note"]
         yield ""
