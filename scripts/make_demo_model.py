@@ -1,7 +1,7 @@
-"""Make the demo's shipped files from the bf16 model: python scripts/make_demo_model.py FOLDER_OF_THE_BF16_MODEL
+"""Make the demo's shipped files: python scripts/make_demo_model.py FOLDER_OF_THE_BF16_MODEL TEXT [TEXT ...]
 
-Writes pagedweight/assets/tiny-qwen2-moe (the checkpoint with its tokenizer) and, beside the held-out text,
-reference.safetensors: the text's token ids and the bf16 model's last hidden state at each of them.
+Writes pagedweight/assets/tiny-qwen2-moe (the checkpoint, calibrated on the texts, with its tokenizer) and, beside the
+held-out text, reference.safetensors: the text's token ids and the bf16 model's last hidden state at each of them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from pagedweight.demo.evaluation import WINDOW_TOKENS
 ASSETS = Path(pagedweight.__file__).parent / "assets"
 
 
-def write_checkpoint(source: Path, out: Path) -> None:
-    """Quantize the model into `out`, keeping the model card that is there."""
+def write_checkpoint(source: Path, texts: list[Path], out: Path) -> None:
+    """Quantize and calibrate the model into `out`, keeping the model card that is there."""
     with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch) / "checkpoint"
         pagedweight.quantize(str(source), str(made))
+        pagedweight.calibrate(made, texts, model=source)
         shutil.rmtree(out / "pagedweight", ignore_errors=True)
         shutil.copytree(made, out, dirs_exist_ok=True)
 
@@ -42,8 +43,8 @@ def write_reference(source: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    source = Path(sys.argv[1])
-    write_checkpoint(source, ASSETS / "tiny-qwen2-moe")
+    source, *texts = map(Path, sys.argv[1:])
+    write_checkpoint(source, texts, ASSETS / "tiny-qwen2-moe")
     write_reference(source, ASSETS / "heldout")
 
 

@@ -81,7 +81,15 @@ def test_cold_experts_are_named(uneven: Path) -> None:
     text = RUNNER.invoke(app, ["inspect", str(uneven)]).stdout
     assert text.count("1 cold: 3") == len(facts.layers)
     assert "not calibrated" not in text
-    assert "not calibrated" in RUNNER.invoke(app, ["inspect", str(TINY)]).stdout
+
+
+def test_a_folder_that_was_only_quantized_says_so(tmp_path: Path) -> None:
+    folder = tmp_path / "quantized"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("calibration.json"))
+    policy = Policy.load(folder / FOLDER)
+    policy.replaced(m_cal=np.full(policy.rows, 1 / 16)).save(folder / FOLDER)
+    assert "not calibrated" in RUNNER.invoke(app, ["inspect", str(folder)]).stdout
+    assert "not calibrated" not in RUNNER.invoke(app, ["inspect", str(TINY)]).stdout
 
 
 def test_experts_that_calibration_hardly_reached_are_cold_too(uneven: Path) -> None:

@@ -48,8 +48,8 @@ def test_pins_budgets_and_what_is_missing_are_told() -> None:
     assert "are missing" in text
     assert "the plan takes it to 5 bits" in text
     assert "a pin at 5 bits" in text
-    document = json.loads(told("--free", "4GiB", "--most-damage", "10", "--json"))
-    assert 5 < document["damage"] <= 10
+    document = json.loads(told("--free", "4GiB", "--most-damage", "0.1", "--json"))
+    assert 0.05 < document["damage"] <= 0.1
     document = json.loads(told("--free", "1MiB", "--weights", "6MiB", "--json"))
     assert document["held_bytes"] <= 6 * 2**20
     assert document["widths"]["6"]["before"] < 128

@@ -108,7 +108,7 @@ def test_nor_is_one_of_another_policy(arguments: list[object], measured: Path, t
     other = tmp_path / CHECKPOINT.name
     shutil.copytree(CHECKPOINT, other)
     policy = other / "pagedweight" / "policy.json"
-    policy.write_text(policy.read_text().replace('"alpha": 0.0', '"alpha": 0.5'))
+    policy.write_text(json.dumps(json.loads(policy.read_text()) | {"alpha": 0.25}))
     result = run(other, *arguments[1:], "--out", measured)
     assert result.exit_code == 2
     assert "was measured with other settings (pages)" in result.stderr
