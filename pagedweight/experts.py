@@ -121,6 +121,11 @@ class PagedExperts(nn.Module):
             raise ValueError(
                 f"hidden_states is {tuple(hidden_states.shape)}; this layer takes (T, {self.shape.hidden})"
             )
+        if hidden_states.device != self.tables.memory.device:
+            raise ValueError(
+                f"hidden_states is on {hidden_states.device} and these experts' pages on {self.tables.memory.device}, "
+                "where .to() leaves them; move the model before it is patched, or load it there (device_map)"
+            )
         tokens = hidden_states.reshape(-1, self.shape.hidden)
         return Call(
             tokens,

@@ -145,3 +145,11 @@ def test_a_policy_fits_on_a_screen(model: nn.Module) -> None:
     assert repr(pagedweight.patch(model).pagedweight.policy) == (
         "Policy(16 linear-blocks, widths=(2, 3, 4, 5, 6), 1 buckets, alpha=0.0)"
     )
+
+
+def test_a_model_that_was_moved_after_it_was_patched_says_what_to_do(model: nn.Module) -> None:
+    pagedweight.patch(model).to("meta")
+    with pytest.raises(
+        ValueError, match=r"is on meta and these experts' pages on cpu, .*; move the model before it is pat"
+    ):
+        model(torch.randn(6, HIDDEN, device="meta"))
