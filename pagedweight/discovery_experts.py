@@ -32,7 +32,7 @@ class ExpertsModule(NamedTuple):
 
     @property
     def has_weights(self) -> bool:
-        return _found(self.module, self.storage.names[-1]) is not None
+        return all(_found(self.module, name) is not None for name in self.storage.names)
 
     @property
     def dense_bytes(self) -> int:

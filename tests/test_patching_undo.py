@@ -148,3 +148,12 @@ def test_a_closed_model_answers_and_says_why_it_is_neither_saved_nor_unpatched(t
     kept = pagedweight.patch(small(), keep_original=True)
     kept.pagedweight.close()
     assert not hasattr(pagedweight.unpatch(kept), "pagedweight")
+
+
+def test_weights_that_are_half_dropped_are_given_back() -> None:
+    """As by an interrupt between the two of them."""
+    model = pagedweight.patch(small(), keep_original=True)
+    experts = model.pagedweight.replaced[0]
+    del experts.module.gate_up_proj
+    assert not experts.has_weights
+    assert model(tokens(1, 4)).logits.shape == pagedweight.unpatch(model)(tokens(1, 4)).logits.shape
