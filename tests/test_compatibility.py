@@ -1,7 +1,8 @@
-"""docs/compatibility.md states the bounds that pyproject.toml has."""
+"""docs/compatibility.md states the bounds that pyproject.toml has, and what the record of other GPUs holds."""
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -10,9 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-ROWS = re.findall(
-    r"^\| (\w+) \| ([\d.]+) \| (.+) \|$", (ROOT / "docs/compatibility.md").read_text(encoding="utf-8"), re.M
-)
+PAGE = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| (\w+) \| ([\d.]+) \| (.+) \|$", PAGE, re.M)
 
 
 def stated() -> dict[str, str]:
@@ -29,3 +29,16 @@ def test_a_bound_is_the_projects_and_was_tried(name: str, bound: str, tried: str
 
 def test_what_decides_whether_it_runs_is_there() -> None:
     assert {"Python", "torch", "triton", "transformers", "vllm"} <= {name for name, *_ in ROWS}
+
+
+def test_the_table_of_gpus_has_what_the_record_has() -> None:
+    record = json.loads((ROOT / "bench/results/other-gpus.json").read_text(encoding="utf-8"))
+    for device, granted_bytes in record["granted_bytes"].items():
+        rows = [row for row in record["rows"] if row["device"] == device]
+        assert len(rows) == 6
+        assert all(row["fits"] for row in rows)
+        few, many = (
+            max(max(row["shared_bytes"].values()) for row in rows if (row["tokens"] > 64) is long)
+            for long in (False, True)
+        )
+        assert f"| {device} | {granted_bytes / 1024:g} | {few / 1024:g} | {many / 1024:g} |\n" in PAGE
