@@ -14,8 +14,8 @@ from pagedweight.runtime.transfer import FrameCopy, Ticket
 from pagedweight.runtime.transfer_batch import DriverCopies, Pieces, pieces_of
 from pagedweight.runtime.transfer_staging import WORD, Staging
 
-# A half of the staging memory: long enough that launches cost little beside the copy (0.15 ms), short enough that little
-# is left to spread once the last bytes have crossed the bus, and little memory is missing elsewhere.
+# A half of the staging memory: long enough that launches cost little beside the copy (0.15 ms), short enough that
+# little is left to spread once the last bytes have crossed the bus, and little memory is missing elsewhere.
 _STAGING_BYTES = 8 * 2**20
 # A piece keeps a copy engine 2 to 3 us longer than its bytes take: two at a time hide that behind one another.
 _COPY_STREAMS = 2
