@@ -80,15 +80,11 @@ def test_one_graph_without_a_boundary_says_what_to_do() -> None:
 
 
 @torch.no_grad()
-def test_a_compiled_forward_has_its_boundary_between_graphs_and_an_exported_one_none() -> None:
+def test_an_exported_forward_has_no_boundary() -> None:
     model = patched()
-    before, inputs = model.pagedweight.snapshot().step, {"input_ids": tokens(2, 5), "use_cache": False}
-    torch.export.export(model, (), inputs, strict=False)
+    before = model.pagedweight.snapshot().step
+    torch.export.export(model, (), {"input_ids": tokens(2, 5), "use_cache": False}, strict=False)
     assert model.pagedweight.snapshot().step == before
-    forward = torch.compile(model, backend="eager")
-    for _ in range(2):
-        forward(**inputs)
-    assert model.pagedweight.snapshot().step == before + 2
 
 
 @torch.no_grad()
