@@ -44,9 +44,8 @@ for command in {commands}:
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, (command, done.exit_code, done.output, done.exception)
 """
+# The same process goes on.
 IN_PYTHON = """
-import sys
-sys.modules["transformers"] = None
 import pagedweight
 pagedweight.patch, pagedweight.save, pagedweight.Policy
 assert "patch" in dir(pagedweight) and "load" not in dir(pagedweight)
@@ -78,20 +77,15 @@ def test_a_missing_package_is_named_with_what_to_install(
     assert not list(tmp_path.iterdir())
 
 
-def test_commands_that_need_no_extra_run_without_any() -> None:
+def test_without_any_extra_what_needs_none_runs_and_python_is_told_of_transformers_too() -> None:
     names = sorted(
         {*chain.from_iterable(EXTRA_MODULES.values()), "accelerate", "peft", "huggingface_hub", "tokenizers"}
     )
     folder = str(ROOT / "pagedweight" / "assets" / "tiny-qwen2-moe")
     helped = [[name, "--help"] for name in sorted({command[0] for command in COMMANDS})]
     commands = [["--help"], *helped, ["doctor"], ["inspect", folder]]
-    code = WITHOUT_ANY.format(names=names, commands=commands)
+    code = WITHOUT_ANY.format(names=names, commands=commands) + IN_PYTHON
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
-def test_in_python_too_a_missing_transformers_is_named_with_what_to_install() -> None:
-    done = subprocess.run([sys.executable, "-c", IN_PYTHON], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     assert len(said) == 5
