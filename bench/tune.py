@@ -230,6 +230,27 @@ def shared_tables() -> list[Case]:
     return [Case("qwen", 16, "6", "lut16", settings)]
 
 
+def spread_tables() -> list[Case]:
+    """lut16: tables in shared memory, and not; in kernels of all five widths, as a model has them, and of one."""
+
+    def apart(case: Case) -> Case:
+        return case._replace(configs=[replace(case.configs[0], spread=spread) for spread in (True, False)])
+
+    def served(tokens: int, label: str) -> Case:
+        five = _of_the_table("qwen", tokens, "2 to 6", "lut16")
+        return apart(five._replace(label=label, kernel="2 to 6"))
+
+    two = DecodeConfig(cut(16, warps=2), cut(32, warps=2), 4, False, True, False, True, spread=True)
+    loads = DecodeConfig(cut(8, 4), cut(16, 4), 2, False, True, False, True)
+    cases = [served(tokens, label) for tokens in (16, 4) for label in ("4", "345", "6", "5")]
+    alone = [_of_the_table("qwen", 16, label, "lut16") for label in ("5", "6")]
+    cases += [case._replace(configs=[*case.configs, loads]) for case in alone]
+    other = ((16, "345"), (64, "6"), (1, "6"))
+    cases += [apart(_of_the_table("qwen", tokens, label, "lut16")) for tokens, label in other]
+    cases.append(alone[0]._replace(dtype=torch.float16))
+    return [*cases, Case("odd", 17, "345", "lut16", [replace(two, int8=True)])]
+
+
 def many_tokens() -> list[Case]:
     """64 tokens where Marlin is near: wider and narrower programs, other depths, sixteen tokens a program."""
 
@@ -290,6 +311,6 @@ def counters() -> list[Case]:
 def suite(name: str) -> list[Case]:
     suites = (
         sweep, chosen, answers, peers, variants, small, frames, one_token_cuts, some_tokens_depths, shared_tables,
-        gates, counters, large_frames, codebooks, many_tokens,
+        gates, counters, large_frames, codebooks, many_tokens, spread_tables,
     )  # fmt: skip
     return {made.__name__: made for made in suites}[name]()

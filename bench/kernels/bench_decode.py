@@ -46,6 +46,8 @@ LABELS = {
     "7": (7,),
     "8": (8,),
     "mixed": (3, 4, 6),
+    "345": (3, 4, 5),
+    "2 to 6": (2, 3, 4, 5, 6),
     "all": (2, 3, 4, 5, 6, 7, 8),
 }
 
@@ -60,10 +62,15 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     met: int | None = None  # distinct experts of a call; None leaves it to chance
     gate: Gate = Gate()
+    kernel: str | None = None  # label of the widths that the kernels serve, where they are more than the layer's
+
+
+def kernel_widths(case: Case) -> tuple[int, ...]:
+    return LABELS[case.kernel or case.label]
 
 
 def launches_of(layer, batch, case, config):
-    widths = LABELS[case.label]
+    widths = kernel_widths(case)
     call = layer.call(batch, widths, codebooks_of(case.codebooks, widths), case.gate)
     return decode_launches(call, config, use_ptx=True)
 
@@ -73,7 +80,7 @@ def codebooks_of(name: str, widths: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def planes_of(case: Case) -> int:
-    return max(6, LABELS[case.label][-1])
+    return max(6, kernel_widths(case)[-1])
 
 
 def case_launches(case: Case, config: DecodeConfig) -> list[Launch]:
@@ -185,6 +192,7 @@ def run_case(case: Case, layers: list[GpuLayer], records: list[dict], timed: boo
             "shape": case.shape,
             "tokens": case.tokens,
             "bits": case.label,
+            "kernel": case.kernel,
             "codebooks": case.codebooks,
             "dtype": str(case.dtype).removeprefix("torch."),
             "frames": case.frames,
@@ -236,7 +244,7 @@ def describe(config: DecodeConfig) -> str:
         return f"r{p.rows}c{p.chunks}k{p.splits}w{p.warps}s{p.stages}" + (f"m{p.registers}" if p.registers else "")
 
     marks = {"int8": config.int8, "prepared": config.prepared, "pdl": config.early_launch, "sum": config.separate_sum}
-    marks["early"] = config.early_routing
+    marks |= {"early": config.early_routing, "spread": config.spread}
     flags = "".join(f" {name}" for name, on in marks.items() if on)
     return f"t{config.tokens} {one(config.gate_up)} / {one(config.down)}{flags}"
 

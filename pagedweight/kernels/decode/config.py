@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from pagedweight.kernels.decode.room import pipeline_bytes, row_bytes, shared_problem, takes_room
+
 MAX_TOKENS = 64
 BYTE_CODEBOOKS = frozenset({"affine", "lut8"})
 BLOCK_COLUMNS = 512
@@ -37,6 +39,7 @@ class DecodeConfig:
     and makes digits even for one token, which otherwise makes its own. separate_sum: a last
     launch adds up the parts of a token's output, instead of the down program that completes them. early_routing: that
     program asks for the token's ids and weights while it waits for h, at some registers more through its product.
+    spread: 16-bit products look 16-bit tables of 5 and 6 bits up in shared memory (`spread.py`).
     """
 
     gate_up: ProductConfig
@@ -47,6 +50,16 @@ class DecodeConfig:
     prepared: bool = False
     separate_sum: bool = False
     early_routing: bool = False
+    spread: bool = False
+
+    def room_bytes(self, operand_rows: int, widths: tuple[int, ...], codebooks: tuple[str, ...]) -> int:
+        """Shared memory for the tables of a program's operand rows."""
+        rows = [
+            row_bytes(bits)
+            for bits, codebook in zip(widths, codebooks, strict=True)
+            if takes_room(codebook, bits) and not (self.int8 and takes_int8(codebook, bits))
+        ]
+        return operand_rows * max(rows) if rows and self.spread else 0
 
 
 def takes_int8(codebook: str, bits: int) -> bool:
@@ -80,9 +93,14 @@ class Workload(NamedTuple):
         return all(map(takes_int8, self.codebooks, self.widths))
 
     @property
+    def only_room(self) -> bool:
+        """Whether every width's tables can be looked up in shared memory."""
+        return all(map(takes_room, self.codebooks, self.widths))
+
+    @property
     def only_loads(self) -> bool:
-        """Whether every weight is loaded from a table of its own: lut16 above 4 bits."""
-        return all(book == "lut16" and bits > 4 for book, bits in zip(self.codebooks, self.widths, strict=True))
+        """Whether every weight is loaded from a table in global memory: lut16 above 6 bits."""
+        return all(book == "lut16" and bits > 6 for book, bits in zip(self.codebooks, self.widths, strict=True))
 
     @property
     def large(self) -> bool:
@@ -108,13 +126,14 @@ GENERIC = Hardware(99 * 1024, False)  # what every GPU since Ampere grants
 class Row(NamedTuple):
     """One row of a launch table: its settings serve workloads within all of its bounds.
 
-    int8: only where int8 products serve a width; every: only where they serve all. loads: only where every weight is
-    loaded from a table. uniform: only for a single width.
+    int8: only where int8 products serve a width; every: only where they serve all. room, loads: only where every
+    weight is looked up in shared, or loaded from global memory. uniform: only for a single width.
     """
 
     config: DecodeConfig
     int8: bool = False
     every: bool = False
+    room: bool = False
     loads: bool = False
     most_tokens: int = MAX_TOKENS
     least_pairs_per_expert: float = 0.0
@@ -127,6 +146,7 @@ class Row(NamedTuple):
         return (
             (work.int8 or not self.int8)
             and (work.only_int8 or not self.every)
+            and (work.only_room or not self.room)
             and (work.only_loads or not self.loads)
             and work.tokens <= self.most_tokens
             and work.pairs_per_expert >= self.least_pairs_per_expert
@@ -144,7 +164,7 @@ _WHOLE_ROWS = ProductConfig(rows=64, splits=4)  # up to four steps: each program
 
 def _apart(gate_up: ProductConfig, down: ProductConfig, tokens: int, int8: bool = True) -> DecodeConfig:
     """For several tokens: a launch of its own for the sum takes 1 to 5 us less (Qwen, 16 and 64 tokens)."""
-    return DecodeConfig(gate_up, down, tokens, int8, separate_sum=True)
+    return DecodeConfig(gate_up, down, tokens, int8, separate_sum=True, spread=True)
 
 
 # The first row that serves is used. Measured on an H200, 2026-11: bench/results/h200-decode*.json.
@@ -191,7 +211,9 @@ H200_ROWS = (
     # 74.0 against 76.5 us with four warps, Qwen, 16 tokens, 4 bits.
     Row(_apart(_TWO_WARPS, ProductConfig(rows=32, warps=2), tokens=4), int8=True),
     Row(_apart(ProductConfig(), ProductConfig(rows=64), tokens=8, int8=False), least_pairs_per_expert=2),
-    # Four operand rows share a table: 209 against 271 us, Qwen, 16 tokens, lut16 at 6 bits.
+    # 112 and 124 against 192 and 208 us with four operand rows that share a table, lut16 at 5 and 6 bits.
+    Row(_apart(_TWO_WARPS, ProductConfig(rows=32, warps=2), tokens=4, int8=False), room=True, large=False),
+    # Four operand rows share a table: 209 against 271 us, Qwen, 16 tokens, lut16 at 6 bits before the row above.
     Row(_apart(ProductConfig(8, 4), ProductConfig(16, 4), tokens=2, int8=False), loads=True, large=False),
     Row(_apart(ProductConfig(), ProductConfig(rows=64), tokens=4, int8=False)),
 )  # fmt: skip
@@ -204,12 +226,14 @@ def choose(work: Workload, hardware: Hardware = GENERIC) -> DecodeConfig:
     config = replace(row.config, early_launch=hardware.early_launch)
     steps = _steps(work.intermediate, config.down.chunks)
     config = replace(config, down=replace(config.down, splits=min(config.down.splits, steps)))
-    while config.gate_up.stages > 1 and problem(config, work, hardware) is not None:
-        stages = config.gate_up.stages - 1
-        config = replace(
-            config, gate_up=replace(config.gate_up, stages=stages), down=replace(config.down, stages=stages)
-        )
-    return config
+    spreads = config.spread and any(map(takes_room, work.codebooks, work.widths))
+    for spread in (spreads, False):
+        for stages in range(config.gate_up.stages, 0, -1):
+            up, down = replace(config.gate_up, stages=stages), replace(config.down, stages=stages)
+            fitted = replace(config, gate_up=up, down=down, spread=spread)
+            if problem(fitted, work, hardware) is None:
+                return fitted
+    return fitted
 
 
 @lru_cache(maxsize=256)
@@ -232,25 +256,27 @@ def problem(config: DecodeConfig, work: Workload, hardware: Hardware) -> str | N
         return f"the down launch has {down.splits} splits of {steps} steps"
     columns = config.tokens * (2 if config.int8 else 1)
     for name, product, rows in (("gate_up", gate_up, 2 * gate_up.rows), ("down", down, down.rows)):
-        reason = _product_problem(product, rows * product.chunks, columns, work.widths[-1], hardware.shared_bytes)
+        operand_rows = rows * product.chunks
+        room = config.room_bytes(operand_rows, work.widths, work.codebooks)
+        own = max(
+            pipeline_bytes(
+                product.stages, bits, operand_rows, product.chunks * config.tokens, room and takes_room(book, bits)
+            )
+            for bits, book in zip(work.widths, work.codebooks, strict=True)
+        )
+        reason = _product_problem(product, operand_rows, columns) or shared_problem(own, room, hardware.shared_bytes)
         if reason is not None:
             return f"the {name} launch cannot run with {product}: {reason}"
     return None
 
 
-def _product_problem(
-    product: ProductConfig, operand_rows: int, columns: int, planes: int, shared_bytes: int
-) -> str | None:
+def _product_problem(product: ProductConfig, operand_rows: int, columns: int) -> str | None:
     if any(value < 1 or value & (value - 1) for value in (product.rows, product.chunks, product.warps)):
         return "rows, chunks and warps must be powers of two"
     if operand_rows != 16 * product.warps:
         return f"{operand_rows} operand rows are not 16 for each of {product.warps} warps"
     if product.chunks * columns > 16:
         return f"{product.chunks} chunks of {columns} columns are more than 16 operand columns"
-    # The pipeline keeps one step fewer in flight than it has stages.
-    needed = max(product.stages - 1, 1) * (operand_rows * 64 * planes + 1024 * product.chunks * columns)
-    if needed > shared_bytes:
-        return f"{needed} bytes of shared memory; {shared_bytes} are there"
     return None
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagedweight.kernels.decode import operands, rows, rows8, slots, statistics
+from pagedweight.kernels.decode import operands, ptx, rows, rows8, slots, statistics
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def _tile(
     SPLITS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr,
     INT8: tl.constexpr,
     ORDERS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, SEPARATE_SUM: tl.constexpr,
-    EARLY_ROUTING: tl.constexpr,
+    EARLY_ROUTING: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
     STEPS: tl.constexpr = (INTERMEDIATE + 512 * CHUNKS - 1) // (512 * CHUNKS)
@@ -82,6 +82,7 @@ def _tile(
             routed, is_expert, weights = _routed_weights(
                 ids_ptr, weights_ptr, own_pair // CHOICES, used, EXPERTS, CHOICES
             )
+        room = ptx.shared_room(ROOM) if ROOM > 0 else None
         sums = tl.zeros((ROWS, TOKENS), tl.float32)
         for i in tl.static_range(len(WIDTHS)):
             if committed == WIDTHS[i]:
@@ -102,7 +103,7 @@ def _tile(
                     sums = rows.rows_product(
                         h_ptr, pair * INTERMEDIATE, column < pairs, frames, table, row, operand_row, index % CHUNKS,
                         split * STEPS // SPLITS, (split + 1) * STEPS // SPLITS, WIDTHS[i], operands.item(CODEBOOKS, i),
-                        INTERMEDIATE, FRAME_ROWS, CHUNKS, TOKENS, STAGES, SINGLE, WARPS, PDL, PTX,
+                        INTERMEDIATE, FRAME_ROWS, CHUNKS, TOKENS, STAGES, SINGLE, WARPS, PDL, PTX, room,
                     )  # fmt: skip
         if BIAS:
             # Once for every pair: by the program with the first columns.
@@ -133,7 +134,7 @@ def _down_kernel(
     SPLITS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr,
     INT8: tl.constexpr,
     ORDERS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, SEPARATE_SUM: tl.constexpr,
-    EARLY_ROUTING: tl.constexpr,
+    EARLY_ROUTING: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS output rows of one slot's expert over one of SPLITS column ranges, or one token's statistics.
 
@@ -162,5 +163,5 @@ def _down_kernel(
             item % SPLITS,
             HIDDEN, INTERMEDIATE, EXPERTS, CHOICES, PADDED, PLANES, PLANE_FRAMES, FRAME_ROWS, WIDTHS, CODEBOOKS,
             ROWS, CHUNKS, TOKENS, SPLITS, STAGES, WARPS, PLANNED, PTX, INT8, ORDERS, BIAS, PDL, SEPARATE_SUM,
-            EARLY_ROUTING,
+            EARLY_ROUTING, ROOM,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagedweight.kernels.decode import operands, rows, rows8, slots, statistics
+from pagedweight.kernels.decode import operands, ptx, rows, rows8, slots, statistics
 from pagedweight.kernels.gates import activation, gated_activation
 
 
@@ -68,6 +68,7 @@ def _tile(
     WIDTHS: tl.constexpr, CODEBOOKS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr,
     STAGES: tl.constexpr, WARPS: tl.constexpr, PLANNED: tl.constexpr, PTX: tl.constexpr, INT8: tl.constexpr,
     ORDERS: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, BIAS: tl.constexpr,
+    ROOM: tl.constexpr,
 ):  # fmt: skip
     digit_column = tl.arange(0, 2 * TOKENS) // 2
     column = tl.arange(0, CHUNKS * TOKENS) % TOKENS
@@ -86,6 +87,7 @@ def _tile(
         index = rows.operand_rows(2 * ROWS * CHUNKS, WARPS, SINGLE)
         operand_row = _tile_rows(tile, index // CHUNKS, INTERMEDIATE, ROWS, GATED)
         frames = operands.plane_rows(address_ptr, operand_row, operands.item(WIDTHS, -1), PLANE_FRAMES, FRAME_ROWS)
+        room = ptx.shared_room(ROOM) if ROOM > 0 else None
         sums = tl.zeros((2 * ROWS, TOKENS), tl.float32)
         for i in tl.static_range(len(WIDTHS)):
             if committed == WIDTHS[i]:
@@ -106,7 +108,7 @@ def _tile(
                     sums = rows.rows_product(
                         x_ptr, (pair // CHOICES) * HIDDEN, column < pairs, frames, table, row, operand_row,
                         index % CHUNKS, 0, STEPS, WIDTHS[i], operands.item(CODEBOOKS, i), HIDDEN, FRAME_ROWS, CHUNKS,
-                        TOKENS, STAGES, SINGLE, WARPS, False, PTX,
+                        TOKENS, STAGES, SINGLE, WARPS, False, PTX, room,
                     )  # fmt: skip
         if BIAS:
             sums += tl.load(bias_ptr + expert * ((1 + GATED) * INTERMEDIATE) + row).to(tl.float32)[:, None]
@@ -126,7 +128,7 @@ def _gate_up_kernel(
     ROWS: tl.constexpr, CHUNKS: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
     PLANNED: tl.constexpr,
     PTX: tl.constexpr, INT8: tl.constexpr, ORDERS: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
-    BIAS: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS gate and the same up rows of one slot's expert, or one token's statistics.
 
@@ -152,5 +154,5 @@ def _gate_up_kernel(
             x_ptr, digits_ptr, scales_ptr, h_ptr, ids_ptr, plan_ptr, bits_ptr, frame_ptr, table_ptr, bias_ptr,
             first_row, item // TILES, item % TILES,
             HIDDEN, INTERMEDIATE, EXPERTS, CHOICES, PLANES, PLANE_FRAMES, FRAME_ROWS, ACTIVATION, WIDTHS, CODEBOOKS,
-            ROWS, CHUNKS, TOKENS, STAGES, WARPS, PLANNED, PTX, INT8, ORDERS, GATED, LIMIT, BIAS,
+            ROWS, CHUNKS, TOKENS, STAGES, WARPS, PLANNED, PTX, INT8, ORDERS, GATED, LIMIT, BIAS, ROOM,
         )  # fmt: skip

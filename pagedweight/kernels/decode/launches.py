@@ -213,7 +213,7 @@ class _Launches:
             "GATED": call.gated,
             "LIMIT": call.limit,
         }
-        arguments |= self._bias(call.gate_up_bias)
+        arguments |= self._bias(call.gate_up_bias) | self._room(2 * product.rows * product.chunks)
         programs = self.tokens + self.slots * cdiv(parts * call.intermediate, 2 * product.rows)
         return Launch(_gate_up_kernel, (programs,), arguments)
 
@@ -233,13 +233,17 @@ class _Launches:
             "SEPARATE_SUM": self.config.separate_sum,
             "EARLY_ROUTING": self.config.early_routing and not self.config.separate_sum,
         }
-        arguments |= self._bias(call.down_bias)
+        arguments |= self._bias(call.down_bias) | self._room(product.rows * product.chunks)
         return Launch(_down_kernel, (self.tokens + self.slots * self.down_tiles * product.splits,), arguments)
 
     def weighted_sum(self) -> Launch:
         call, early = self.call, self.config.early_launch
         parts = (self.parts, call.expert_ids, call.expert_weights, self.out, call.experts)
         return Launch(weighted_sum_kernel, *sum_launch(*parts, SUM_COLUMNS, early))
+
+    def _room(self, operand_rows: int) -> dict[str, int]:
+        room = self.config.room_bytes(operand_rows, tuple(self.call.widths), self.codebooks)
+        return {"ROOM": room if self.use_ptx else 0}
 
     def _bias(self, bias: torch.Tensor | None) -> dict[str, Any]:
         return {"bias_ptr": self.call.bits if bias is None else bias, "BIAS": bias is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagedweight.kernels.decode import assembly, assembly8
+from pagedweight.kernels.decode import assembly, assembly8, assembly_spread
 
 # In a constexpr, so that Triton's cache sees the text change.
 _DECODERS = tl.constexpr(
@@ -17,6 +17,9 @@ _DECODERS = tl.constexpr(
         if codebook != "lut8" or bits <= 4
     }
 )
+_LOOK_UPS16 = tl.constexpr({bits: assembly_spread.decoder_program(bits) for bits in assembly_spread.ROW_BYTES})
+_COPIES = tl.constexpr({bf16: assembly_spread.copy_program(bf16) for bf16 in (False, True)})
+_LANE_WORDS = tl.constexpr(assembly_spread.LANE_WORDS)
 _SELECTORS = tl.constexpr({bits: assembly8.selector_program(bits) for bits in range(2, 5)})
 _BYTES = tl.constexpr({bits: assembly8.byte_program(bits) for bits in range(2, 9)})
 _LOOK_UPS = tl.constexpr({bits: assembly8.look_up_program(bits) for bits in range(2, 5)})
@@ -27,8 +30,16 @@ _FLOAT_PAIRS = tl.constexpr({bf16: assembly.float_pair_program(bf16) for bf16 in
 
 
 @triton.constexpr_function
-def _decoder(bits, codebook, bf16, part):
-    return _DECODERS.value[bits, codebook, bf16][part]
+def _decoder(bits, codebook, bf16, spread, part):
+    return _LOOK_UPS16.value[bits][part] if spread else _DECODERS.value[bits, codebook, bf16][part]
+
+
+@triton.constexpr_function
+def _copy(bf16, part):
+    return _COPIES.value[bf16][part]
+
+
+_room = triton.constexpr_function(assembly_spread.room_program)
 
 
 @triton.constexpr_function
@@ -65,12 +76,12 @@ def _outputs_dtype(bf16):
 
 
 @triton.jit
-def decode_words(planes, table, BITS: tl.constexpr, CODEBOOK: tl.constexpr, BF16: tl.constexpr):
-    """planes: BITS tensors (R, W) int32; table: operands (R, 1). 32 tensors (R, W): element w of tensor j is column
-    W j + w of the block."""
+def decode_words(planes, table, BITS: tl.constexpr, CODEBOOK: tl.constexpr, BF16: tl.constexpr, SPREAD: tl.constexpr):
+    """planes: BITS tensors (R, W) int32; table: operands (R, 1), with SPREAD of `spread.copied`. 32 tensors (R, W):
+    element w of tensor j is column W j + w of the block."""
     return tl.inline_asm_elementwise(
-        _decoder(BITS, CODEBOOK, BF16, 0),
-        _decoder(BITS, CODEBOOK, BF16, 1),
+        _decoder(BITS, CODEBOOK, BF16, SPREAD, 0),
+        _decoder(BITS, CODEBOOK, BF16, SPREAD, 1),
         planes + table,
         dtype=_outputs_dtype(BF16),
         is_pure=True,
@@ -121,3 +132,21 @@ def low_bytes(first, second):
 def high_bytes(first, second):
     """The high bytes of the four 16-bit values in two words."""
     return tl.inline_asm_elementwise(HIGH_BYTES, "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def shared_room(SIZE: tl.constexpr):
+    """The address, int32, of SIZE bytes of shared memory besides the compiler's; every call in a kernel has its own."""
+    return tl.inline_asm_elementwise(_room(SIZE), "=r", [], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def copy_entries(low, high, words, BF16: tl.constexpr):
+    """Copies a part of two tables, at the global addresses `low` and `high`, to the shared words at `words`."""
+    tl.inline_asm_elementwise(_copy(BF16, 0), _copy(BF16, 1), [low, high, words], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def lane_words(room):
+    """Where this lane's words begin. Not pure: it stays behind a barrier, and so do look-ups, which need it."""
+    return tl.inline_asm_elementwise(_LANE_WORDS, "=r,r", [room], dtype=tl.int32, is_pure=False, pack=1)

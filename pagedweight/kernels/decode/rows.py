@@ -5,9 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagedweight.kernels.decode import operands, ptx, tables
+from pagedweight.kernels.decode import operands, ptx, spread, tables
+from pagedweight.kernels.decode.room import pipeline_stages, takes_room
 
 BLOCK_COLUMNS = operands.BLOCK_COLUMNS
+has_room = triton.constexpr_function(takes_room)
+depth = triton.constexpr_function(pipeline_stages)
 
 
 @triton.jit
@@ -44,12 +47,14 @@ def in_operand_order(weights, WARPS: tl.constexpr):
 def _weights(
     frames, local, block, table, table_operands, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr,
     COLUMNS: tl.constexpr, FRAME_ROWS: tl.constexpr, MASKED: tl.constexpr, BF16: tl.constexpr, PTX: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):  # fmt: skip
     """(operand rows, 512) of one column block per row, as the product takes them."""
     first, width = operands.block_words(block, local, COLUMNS, FRAME_ROWS)
     if PTX:
         words = operands.load_words(frames, first, width, block, BITS, MASKED, COLUMNS)
-        return operands.side_by_side(ptx.decode_words(words, table_operands, BITS, CODEBOOK, BF16), row.shape[0])
+        decoded = ptx.decode_words(words, table_operands, BITS, CODEBOOK, BF16, SPREAD)
+        return operands.side_by_side(decoded, row.shape[0])
     else:
         codes = operands.portable_codes(frames, first, width, block, BITS, COLUMNS)
         return tables.portable_values(codes, table, row, BITS, CODEBOOK)
@@ -78,7 +83,7 @@ def rows_product(
     x_ptr, x_start, x_used, frames, table, row, operand_row, chunk, first_step, last_step,
     BITS: tl.constexpr, CODEBOOK: tl.constexpr, COLUMNS: tl.constexpr, FRAME_ROWS: tl.constexpr, CHUNKS: tl.constexpr,
     TOKENS: tl.constexpr, STAGES: tl.constexpr, SINGLE: tl.constexpr, WARPS: tl.constexpr,
-    WAIT: tl.constexpr, PTX: tl.constexpr,
+    WAIT: tl.constexpr, PTX: tl.constexpr, room,
 ):  # fmt: skip
     """y[r, t] = sum_k value(row r, k) x[t, k] over column blocks [first_step * CHUNKS, last_step * CHUNKS).
 
@@ -87,7 +92,7 @@ def rows_product(
     chunk of each of `operand_rows`; frames: of operand_row; table: its address. A matrix row is CHUNKS operand rows,
     each with every CHUNKS-th column block, so
     that few rows still fill an operand. SINGLE: there is one step. WAIT: x is the previous launch's, still running;
-    all that does not depend on it goes first. Returns fp32 (ROWS, TOKENS).
+    all that does not depend on it goes first. room: shared memory for tables, or None. Returns fp32 (ROWS, TOKENS).
     """
     ROWS: tl.constexpr = row.shape[0]
     OPERAND_ROWS: tl.constexpr = ROWS * CHUNKS
@@ -96,7 +101,10 @@ def rows_product(
     column_chunk = tl.arange(0, CHUNKS * TOKENS) // TOKENS
     local = operand_row % FRAME_ROWS
     table_operands = ()
-    if PTX and CODEBOOK != "affine":
+    SPREAD: tl.constexpr = room is not None and has_room(CODEBOOK, BITS)
+    if SPREAD:
+        table_operands = spread.copied(table, operand_row, room, BITS, BF16)
+    elif PTX and CODEBOOK != "affine":
         table_operands = tables.table_operands(table, operand_row, BITS, CODEBOOK, BF16)
     sums = tl.zeros((OPERAND_ROWS, CHUNKS * TOKENS), tl.float32)
     NUMBERS: tl.constexpr = CODEBOOK == "lut8" or CODEBOOK == "affine"
@@ -109,7 +117,7 @@ def rows_product(
     if SINGLE:
         weights = _weights(
             frames, local, first_step * CHUNKS + chunk, table, table_operands, operand_row,
-            BITS, CODEBOOK, COLUMNS, FRAME_ROWS, MASKED, BF16, PTX,
+            BITS, CODEBOOK, COLUMNS, FRAME_ROWS, MASKED, BF16, PTX, SPREAD,
         )  # fmt: skip
         weights = in_operand_order(weights, WARPS)
         if WAIT:
@@ -121,13 +129,13 @@ def rows_product(
     else:
         if WAIT:
             tl.extra.cuda.gdc_wait()
-        for step in tl.range(first_step, last_step, num_stages=STAGES):
+        for step in tl.range(first_step, last_step, num_stages=depth(STAGES, BITS, SPREAD, OPERAND_ROWS)):
             x = _load_x(x_ptr, x_start, x_used, step * CHUNKS + column_chunk, COLUMNS, MASKED)
             if SHIFTED:
                 x_total += x.to(tl.float32)
             weights = _weights(
                 frames, local, step * CHUNKS + chunk, table, table_operands, operand_row,
-                BITS, CODEBOOK, COLUMNS, FRAME_ROWS, MASKED, BF16, PTX,
+                BITS, CODEBOOK, COLUMNS, FRAME_ROWS, MASKED, BF16, PTX, SPREAD,
             )  # fmt: skip
             sums = _add_product(weights, x, sums, PTX)
     product = own_chunk(sums, ROWS, CHUNKS, TOKENS)

@@ -28,10 +28,10 @@ def _words(address, row, FIRST: tl.constexpr, COUNT: tl.constexpr, ROW_WORDS: tl
 
 
 @triton.jit
-def _as_loaded(value, address, never):
+def as_loaded(value, address, never):
     """`value`, by way of a load that never reads: an operand computed from row numbers would make the compiler move
     every decoded weight through shared memory, one that was loaded does not."""
-    return tl.load(address.to(tl.pointer_type(tl.int64)) + tl.zeros_like(value), never, other=value)
+    return tl.load(address.to(tl.pointer_type(value.dtype)) + tl.zeros_like(value), never, other=value)
 
 
 @triton.jit
@@ -154,7 +154,7 @@ def table_operands(address, row, BITS: tl.constexpr, CODEBOOK: tl.constexpr, BF1
         if BITS <= 4:
             return _lut16_operands(_words(address, row, 0, 2**BITS // 2, 2**BITS // 2), BITS, BF16)
         else:
-            return (_as_loaded(address + row[:, None].to(tl.int64) * (2 * 2**BITS), address, row[:, None] < 0),)
+            return (as_loaded(address + row[:, None].to(tl.int64) * (2 * 2**BITS), address, row[:, None] < 0),)
     elif CODEBOOK == "lut8":
         return lut8_words(address, row, BITS)
     else:

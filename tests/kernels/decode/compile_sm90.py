@@ -75,6 +75,7 @@ def compiled(launch: Launch) -> dict[str, object]:
         # An operand that takes the way through shared memory; the pipeline's own buffers have no operand.
         "stored_operands": sum(len(re.findall(r"ttg\.local_alloc %", loop)) for loop in loops),
         "shared_bytes": kernel.metadata.shared,
+        "room_bytes": constants["ROOM"],
         "stack_bytes": _stack_bytes(kernel.asm["cubin"]),
     }
 

@@ -9,17 +9,38 @@ import numpy as np
 _MASK = 0xFFFFFFFF
 
 
-def run_program(text: str, inputs: dict[int, np.ndarray], memory: np.ndarray | None = None) -> dict[int, np.ndarray]:
-    """The outputs $0, $1, ... of a program whose inputs are given by operand number; memory: uint16, read at bytes."""
+def run_program(
+    text: str,
+    inputs: dict[int, np.ndarray],
+    memory: np.ndarray | None = None,
+    shared: np.ndarray | None = None,
+) -> dict[int, np.ndarray]:
+    """The outputs $0, $1, ... of a program whose inputs are given by operand number; memory, shared: uint16, read and
+    written at bytes."""
     values = {f"${number}": value.astype(np.uint64) for number, value in inputs.items()}
-    for line in re.findall(r"^(?!\.reg)([a-z][\w.:]*) ([^;]+);", text, re.MULTILINE):
-        name, (target, *operands) = line[0], [part.strip() for part in line[1].split(",")]
-        values[target] = _execute(name, [_value(operand, values) for operand in operands], memory)
+    for name, rest in re.findall(r"^(?!\.reg)([a-z][\w.:]*) ([^;]+);", text, re.MULTILINE):
+        operands = [part.strip("{}[] ") for part in rest.split(",")]
+        if name == "ld.global.nc.v4.b32":
+            for i, target in enumerate(operands[:4]):
+                values[target] = _word(memory, values[operands[4]] + np.uint64(4 * i))
+        elif name == "st.shared.v4.b32":
+            base, offset = operands[0].split(" + ")
+            for i, operand in enumerate(operands[1:]):
+                first = (values[base] + np.uint64(int(offset) + 4 * i)) // np.uint64(2)
+                shared[first] = values[operand] & np.uint64(0xFFFF)
+                shared[first + np.uint64(1)] = values[operand] >> np.uint64(16)
+        else:
+            memories = {"ld.global.nc.u16": memory, "ld.shared.u16": shared}
+            values[operands[0]] = _execute(name, [_value(one, values) for one in operands[1:]], memories.get(name))
     return {int(name[1:]): value for name, value in values.items() if name[0] == "$" and int(name[1:]) not in inputs}
 
 
+def _word(memory: np.ndarray, address: np.ndarray) -> np.ndarray:
+    first = (address // np.uint64(2)).astype(np.int64)
+    return memory[first].astype(np.uint64) | memory[first + 1].astype(np.uint64) << np.uint64(16)
+
+
 def _value(operand: str, values: dict[str, np.ndarray]) -> np.ndarray:
-    operand = operand.strip("[]")
     return values[operand] if operand in values else np.uint64(int(operand, 0))
 
 
@@ -46,7 +67,10 @@ def _execute(name: str, a: list[np.ndarray], memory: np.ndarray | None) -> np.nd
             return _permute(*a)
         case "mad.wide.u32":
             return a[0] * a[1] + a[2]
-        case "ld.global.nc.u16":
+        case "dp4a.u32.u32":
+            octets = [[(word >> np.uint64(8 * i)) & np.uint64(255) for i in range(4)] for word in a[:2]]
+            return sum((x * y for x, y in zip(*octets, strict=True)), start=a[2]) & np.uint64(_MASK)
+        case "ld.global.nc.u16" | "ld.shared.u16":
             return memory[(a[0] // 2).astype(np.int64)].astype(np.uint64)
         case "cvt.f32.f16":
             half = (a[0] & np.uint64(0xFFFF)).astype(np.uint16).view(np.float16)

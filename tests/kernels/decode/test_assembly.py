@@ -1,6 +1,8 @@
 import numpy as np
 import pytest
+import torch
 
+from pagedweight.kernels.decode import assembly_spread
 from pagedweight.kernels.decode.assembly import decoder_program, number_bias
 from pagedweight.kernels.decode.assembly8 import byte_program, look_up_program, selector_program, spread_program
 from pagedweight.kernels.device_order import stored_columns
@@ -74,6 +76,27 @@ def test_decoder_gives_the_value_of_every_column(bits, codebook, bf16):
     if codebook in ("lut8", "affine"):
         assert np.array_equal(decoded, expected)
     assert np.abs(decoded - expected).max() <= (1e-2 if bf16 else 2e-3) * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("bits", [5, 6])
+def test_spread_entries_are_read_back_by_every_lane_from_a_bank_of_its_own(bits, bf16):
+    rng = np.random.default_rng(bits)
+    entries = (rng.standard_normal((LANES, 1 << bits)) * 0.05).astype(np.float16)
+    memory, base = entries.view(np.uint16).reshape(-1), 4096
+    shared = np.zeros((base + (128 << bits)) // 2, np.uint16)
+    eight, row = (index.reshape(-1) for index in np.indices(((1 << bits) // 8, 8)))
+    copied = {1: row * (2 << bits) + 16 * eight, 3: base + 16 * row + 1024 * eight}
+    run_program(assembly_spread.copy_program(bf16)[0], copied | {2: copied[1] + (16 << bits)}, memory, shared)
+    codes, planes = word_pair(bits, rng)
+    inputs = {32 + 2 * p + w: planes[p][w] for p in range(bits) for w in (0, 1)}
+    first = base + np.arange(LANES) % 8 * 16 + np.arange(LANES) // 8 * 2
+    for lane in range(4):
+        operand = {32 + 2 * bits + w: first + 4 * lane for w in (0, 1)}
+        outputs = run_program(assembly_spread.decoder_program(bits)[0], inputs | operand, None, shared)
+        decoded = np.stack([half for j in range(32) for half in float_halves(outputs[j], bf16)], 1)
+        expected = torch.from_numpy(entries).to(torch.bfloat16 if bf16 else torch.float16).double().numpy()
+        assert np.array_equal(decoded, np.take_along_axis(expected, codes, 1))
 
 
 def lut16_operands(entries: np.ndarray, bits: int, bf16: bool):

@@ -8,6 +8,7 @@ import pytest
 import triton
 
 from pagedweight.kernels.decode.config import takes_int8
+from pagedweight.kernels.decode.room import UNASKED_BYTES
 
 ROOT = Path(__file__).parents[3]
 FAST = ("lut8", "lut8", "affine")
@@ -18,7 +19,7 @@ FAST = ("lut8", "lut8", "affine")
     [
         (16, (5, 6), ("lut16", "cubic")),
         (16, (3, 4, 6), FAST),
-        (16, (3, 4, 6), ("lut16", "lut16", "lut16")),  # two bytes a weight; one load a weight at 6 bits
+        (16, (3, 4, 6), ("lut16", "lut16", "lut16")),  # two bytes a weight; one look-up a weight at 6 bits
         (64, (4,), ("lut8",)),  # two products for one decoded tile
     ],
     ids=["16-bit", "int8", "lut16", "int8-eight"],
@@ -35,3 +36,5 @@ def test_decoded_weights_stay_in_registers(tokens, widths, codebooks):
         assert kernel["conversions"] == kernel["stored_operands"] == 0, kernel
         assert kernel["shared_bytes"] <= 99 * 1024, kernel
         assert kernel["stack_bytes"] == 0, kernel
+        own, room = kernel["shared_bytes"], kernel["room_bytes"]
+        assert own > UNASKED_BYTES or own + room <= UNASKED_BYTES, kernel

@@ -1,6 +1,7 @@
 import pytest
 
 from pagedweight.kernels.decode.config import GENERIC, H200_ROWS, Hardware, Workload, choose, problem
+from pagedweight.kernels.decode.room import shared_problem
 
 SHAPES = {
     "qwen": (60, 4, 2048, 1408),
@@ -16,6 +17,7 @@ FORMATS = [
     ((4,), ("lut8",)),
     ((8,), ("cubic",)),
     ((5, 6), ("lut16",) * 2),
+    ((7,), ("lut16",)),
 ]
 
 
@@ -40,3 +42,13 @@ def test_every_row_serves_some_workload():
 
 def test_unknown_hardware_gets_no_early_launch():
     assert not any(choose(work, GENERIC).early_launch for work in workloads())
+
+
+def test_tables_go_to_shared_memory_where_a_launch_gets_it():
+    assert shared_problem(47 * 1024, 1024, 99 * 1024) is None
+    assert "Triton asks for none" in shared_problem(48 * 1024, 1024, 99 * 1024)
+    assert shared_problem(48 * 1024 + 512, 1024, 99 * 1024) is None
+    assert "are there" in shared_problem(98 * 1024, 2048, 99 * 1024)
+    work = Workload(16, 4, 60, 2048, 1408, (5, 6), ("lut16", "lut16"))
+    assert choose(work, Hardware(48 * 1024, True)).spread
+    assert not choose(work, Hardware(30 * 1024, True)).spread

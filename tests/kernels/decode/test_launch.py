@@ -283,3 +283,14 @@ def test_a_captured_call_behind_a_copy_and_a_fill_waits_for_both(tokens):
     for _ in range(20):
         graph.replay()
         assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_tables_in_shared_memory_give_the_bits_of_tables_in_global_memory(dtype):
+    layer = random_layer(MoeLayer(0, 4, 1132, 364), (5, 6), seed=26)  # rows and columns that fill no tile
+    batch = random_batch(layer, 5, 2, seed=27, dtype=dtype)
+    config = DecodeConfig(ProductConfig(16, warps=2), ProductConfig(32, warps=2), tokens=4, spread=True)
+    shared, loaded = (run(layer, batch, replace(config, spread=spread)) for spread in (True, False))
+    assert_close(shared, reference(layer, batch), dtype)
+    assert torch.equal(shared, loaded)
