@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason="needs the hf extra")
 
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
 
@@ -176,6 +177,29 @@ def test_reserving_takes_what_the_forward_needs(model: PreTrainedModel) -> None:
         free = pool.arena.free_frames
         forward(model, cache, part)
         assert pool.arena.free_frames >= free
+
+
+class Launches(TorchDispatchMode):
+    """Keeps what is asked of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_cache_that_grows_launches_nothing_before_its_forward(model: PreTrainedModel) -> None:
+    cache = ArenaCache(make_pool(model), model.config)
+    with Launches() as launches:
+        for count in range(16, 80, 16):
+            cache.reserve(1, count)
+    assert cache.held_bytes > 0
+    assert launches.seen == []
+    expected = forward(model, DynamicCache(config=model.config), tokens(1, 64))
+    assert torch.equal(forward(model, cache, tokens(1, 64)), expected)
 
 
 def test_a_reservation_for_a_forward_that_never_ran_is_replaced() -> None:
