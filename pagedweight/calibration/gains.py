@@ -12,7 +12,10 @@ from pagedweight.calibration.sensitivity import Sensitivity
 from pagedweight.calibration.substitution import Substitution
 from pagedweight.layout import Layout
 
-KL_RESOLUTION_NATS = 1e-6  # of fp32 logits; a smaller divergence says nothing about its cause
+# A smaller divergence says nothing about its cause. In a 16-bit model rounding alone moves answers by some 1e-4 nats as
+# soon as anything differs, which is more than what a layer at 5 or 6 bits does.
+KL_RESOLUTION_NATS = 1e-6
+KL_RESOLUTION_NATS_16_BITS = 1e-3
 LARGEST_GAIN = 8.0
 
 
@@ -26,11 +29,12 @@ def measure_gains(
 ) -> np.ndarray:
     """(L, 2, W): measured over predicted divergence of one layer's one projection at one width, the rest untouched.
 
-    reference: of the model's own weights, on calibration text. A divergence too small to measure takes the gain of the
-    next lower width. The model ends with its own weights.
+    reference: of the model's own weights, on calibration text. A divergence too small to measure in the model's dtype
+    takes the gain of the next lower width. The model ends with its own weights.
     """
     gains = np.ones((len(layout.moe_layers), 2, len(layout.widths)))
     predicted = sensitivity.s_bar * sensitivity.m_cal[:, None]
+    resolution = KL_RESOLUTION_NATS_16_BITS if reference.hidden.dtype.itemsize == 2 else KL_RESOLUTION_NATS
     for layer_index, shape in enumerate(layout.moe_layers):
         first = layout.first_row(layer_index)
         for projection in (0, 1):
@@ -41,7 +45,7 @@ def measure_gains(
                 substitution.write(plan)
                 kl = float(diverge(model, reference).kl.mean())
                 expected = float(predicted[rows, w].sum())
-                if min(kl, expected) > KL_RESOLUTION_NATS:
+                if min(kl, expected) > resolution:
                     gains[layer_index, projection, w] = np.clip(kl / expected, 1 / LARGEST_GAIN, LARGEST_GAIN)
                 elif w:
                     gains[layer_index, projection, w] = gains[layer_index, projection, w - 1]
