@@ -114,10 +114,12 @@ class Workload(NamedTuple):
 
 
 class Hardware(NamedTuple):
-    """What a GPU grants: shared memory of one program, programmatic dependent launch."""
+    """What a GPU grants: shared memory of one program, programmatic dependent launch; and whether the compiler keeps
+    int8 operands in registers, without which nobody can say ahead what a program's shared memory holds."""
 
     shared_bytes: int
     early_launch: bool
+    int8_in_registers: bool = True
 
 
 GENERIC = Hardware(99 * 1024, False)  # what every GPU since Ampere grants
@@ -227,6 +229,7 @@ def choose(work: Workload, hardware: Hardware = GENERIC) -> DecodeConfig:
     steps = _steps(work.intermediate, config.down.chunks)
     config = replace(config, down=replace(config.down, splits=min(config.down.splits, steps)))
     spreads = config.spread and any(map(takes_room, work.codebooks, work.widths))
+    spreads = spreads and (hardware.int8_in_registers or not config.int8)
     for spread in (spreads, False):
         for stages in range(config.gate_up.stages, 0, -1):
             up, down = replace(config.gate_up, stages=stages), replace(config.down, stages=stages)

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 from pagedweight.kernels.call import Call
@@ -28,6 +29,8 @@ from pagedweight.kernels.launch import cdiv, power_of_two, shared_limit
 from pagedweight.kernels.weighted_sum import sum_launch, weighted_sum_kernel
 
 SUM_COLUMNS = 512
+# Triton 3.9 moves them through shared memory; of 3.7 and 3.8 nothing is known.
+_INT8_IN_REGISTERS = tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 6)
 
 
 class Launch(NamedTuple):
@@ -78,7 +81,7 @@ def _hardware(x: torch.Tensor) -> Hardware:
     if not x.is_cuda:
         return GENERIC
     early_launch = torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return Hardware(shared_limit(x.device), early_launch)
+    return Hardware(shared_limit(x.device), early_launch, _INT8_IN_REGISTERS)
 
 
 def has_ptx(x: torch.Tensor) -> bool:

@@ -52,3 +52,6 @@ def test_tables_go_to_shared_memory_where_a_launch_gets_it():
     work = Workload(16, 4, 60, 2048, 1408, (5, 6), ("lut16", "lut16"))
     assert choose(work, Hardware(48 * 1024, True)).spread
     assert not choose(work, Hardware(30 * 1024, True)).spread
+    assert choose(work, Hardware(48 * 1024, True, int8_in_registers=False)).spread
+    mixed = work._replace(widths=(4, 5))
+    assert [choose(mixed, Hardware(99 * 1024, True, registers)).spread for registers in (True, False)] == [True, False]
