@@ -98,7 +98,7 @@ def saved(case: Case, record: Record | None) -> str | None:
     if record is None:
         return None
     share = case.beside(record, GROUPED)["memory_saved"]
-    return case.judged(share, case.saved, f"{100 * share:.1f} %")
+    return case.judged(share, case.saved, f"{100 * share:.2f} %")
 
 
 def codes_alone(case: Case, record: Record | None) -> str | None:
@@ -108,7 +108,7 @@ def codes_alone(case: Case, record: Record | None) -> str | None:
     config = SHAPES[record.get("model", "qwen")][1]()
     weights = record["layers"] * config.num_experts * 3 * config.hidden_size * config.moe_intermediate_size
     dense = next(row for row in record["dense"] if (row["experts"], row["batch"]) == (GROUPED, case.batch))
-    return f"{100 * (2 - case.width / 8) * weights / dense['peak_reserved_bytes']:.1f} %"
+    return f"{100 * (2 - case.width / 8) * weights / dense['peak_reserved_bytes']:.2f} %"
 
 
 def limit(case: Case, record: Record | None) -> str | None:

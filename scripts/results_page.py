@@ -67,11 +67,12 @@ def capacity(record: Mapping[str, Any]) -> Lines:
     yield from made_by(record, record["gpu"])
 
 
-SPEEDS, COMPILED, EVALUATIONS = "h200-throughput-*.json", "h200-compiled-*.json", "evaluation-*.json"
+SPEEDS, COMPILED, MOVED = "h200-throughput-*.json", "h200-compiled-*.json", "h200-moving-*.json"
+EVALUATIONS = "evaluation-*.json"
 SUMMARY = """What was asked, and what came out; every figure is from the tables below, speed and memory at Qwen1.5-MoE's
 shape with byte tables unless said otherwise. Lines in italics are limits: where one is below what is wanted, no kernel
-and no table of experts could reach it. Where widths mix, byte tables are the choice from four sequences on: at 5 bits a
-16-bit table takes one load a weight."""
+and no table of experts could reach it. Where widths mix, byte tables are the choice from four sequences on: above 4
+bits a 16-bit table takes more time than its bytes."""
 POLICIES = """More: [planner.md](planner.md), bench/policies.py. As a figure (`python -m bench.frontier_figure`):
 
 ![KL to bf16 by mean code bits and policy](frontier.svg)"""
@@ -118,7 +119,7 @@ def records_of(*patterns: str) -> list[dict[str, Any]]:
 
 def page() -> str:
     lines = [HEAD, "## Summary", "", SUMMARY, ""]
-    lines += summary(records_of("policies-*.json"), records_of(SPEEDS, COMPILED), records_of(EVALUATIONS))
+    lines += summary(records_of("policies-*.json"), records_of(SPEEDS, COMPILED, MOVED), records_of(EVALUATIONS))
     for title, pattern, section, note in SECTIONS:
         records = records_of(pattern)
         if records:

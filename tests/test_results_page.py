@@ -58,7 +58,7 @@ def test_a_bar_is_met_from_its_figure_on_and_missed_below() -> None:
         dense = {"experts": GROUPED, "batch": 1, "peak_reserved_bytes": 10**10}
         return "\n".join(gains([{"layers": 24, "bars": [bar], "dense": [dense]}]))
 
-    assert "| memory saved | 69.0 %, met | - | - | - |" in cells(0.69, 1.0)
-    assert "| memory saved | 68.9 %, missed | - | - | - |" in cells(0.689, 1.0)
+    assert "| memory saved | 69.00 %, met | - | - | - |" in cells(0.69, 1.0)
+    assert "| memory saved | 68.90 %, missed | - | - | - |" in cells(0.689, 1.0)
     assert "one graph | 1.94, met |" in cells(0.0, 1.94)
     assert "one graph | 1.94, missed |" in cells(0.0, 1.939)
