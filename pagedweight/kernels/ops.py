@@ -5,6 +5,7 @@ The dispatcher chooses by device. Importing this module needs no Triton; launchi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +18,8 @@ from pagedweight.kernels.reference import fused_moe_reference
 # ten times the host's time of a call, of which a model without CUDA graphs has one a layer.
 _LIBRARY = torch.library.Library("pagedweight", "FRAGMENT")
 _LIBRARY.define("fused_moe" + op_schema(), tags=torch.Tag.pt2_compliant_tag)
-_LIBRARY.define("no_gradient(Tensor gradient) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+_REFUSAL = "no_gradient(Tensor gradient, SymInt[] shape, ScalarType dtype) -> Tensor"
+_LIBRARY.define(_REFUSAL, tags=torch.Tag.pt2_compliant_tag)
 _NO_GRADIENT = "pagedweight::fused_moe has no gradient: planes are not trained; unpatch the model to train it"
 
 
@@ -48,22 +50,26 @@ class _WithoutGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
+        ctx.forms = [(one.shape, one.dtype) if isinstance(one, torch.Tensor) else None for one in arguments]
         return torch.ops.pagedweight.fused_moe.default(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # An op, so that a compiler can trace the pass which it will not run.
-        return (torch.ops.pagedweight.no_gradient(*gradients), *[None] * (len(Call._fields) - 1))
+        # Ops, so that a compiler can trace the pass which it will not run; one for each input that asks for a gradient,
+        # for it leaves out what nobody asks for.
+        refuse = torch.ops.pagedweight.no_gradient
+        asked = zip(ctx.forms, ctx.needs_input_grad, strict=True)
+        return tuple(refuse(*gradients, *form) if needed else None for form, needed in asked)
 
 
 @torch.library.impl(_LIBRARY, "no_gradient", "CompositeExplicitAutograd")
-def _no_gradient(gradient: torch.Tensor) -> NoReturn:
+def _no_gradient(gradient: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> NoReturn:
     raise RuntimeError(_NO_GRADIENT)
 
 
 @torch.library.register_fake("pagedweight::no_gradient", lib=_LIBRARY)
-def _no_gradient_fake(gradient: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(gradient)
+def _no_gradient_fake(gradient: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return gradient.new_empty(shape, dtype=dtype)
 
 
 @torch.library.impl(_LIBRARY, "fused_moe", "CPU")

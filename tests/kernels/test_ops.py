@@ -93,13 +93,17 @@ def test_the_op_itself_refuses_an_input_that_asks_for_gradients():
         torch.ops.pagedweight.fused_moe(**arguments)
 
 
-def test_a_compiled_function_that_asks_for_gradients_is_one_graph():
+@pytest.mark.parametrize("name", ["x", "expert_weights", "gate_up_bias", "down_bias"])
+def test_a_compiled_function_that_asks_for_gradients_is_one_graph(name):
     _, arguments = call()
-    x = arguments["x"].requires_grad_()
-    compiled = torch.compile(lambda x: ops.fused_moe(**arguments | {"x": 2 * x}), fullgraph=True, backend="aot_eager")
-    out = compiled(x)
+    arguments |= {"gate_up_bias": torch.ones(4, 48), "down_bias": torch.ones(4, 40)}
+    asking = arguments[name].requires_grad_()
+    compiled = torch.compile(
+        lambda asking: ops.fused_moe(**arguments | {name: 2 * asking}), fullgraph=True, backend="aot_eager"
+    )
+    out = compiled(asking)
     assert arguments["counts"].sum() == 10
-    assert torch.equal(out, ops.fused_moe(**arguments | {"x": 2 * x}))
+    assert torch.equal(out, ops.fused_moe(**arguments | {name: 2 * asking}))
     with pytest.raises(RuntimeError, match="unpatch the model to train it"):
         out.sum().backward()
 
