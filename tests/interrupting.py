@@ -18,14 +18,23 @@ class Interrupts:
     """Counts what is executed in files of the package whose path holds one of `parts`, and interrupts there once.
 
     at: which line or, with instructions, which instruction; None only counts. struck: where it was, None before.
+    signal_number: of the signal, Ctrl-C's by default.
     """
 
-    def __init__(self, at: int | None, parts: tuple[str, ...], *, instructions: bool = False) -> None:
+    def __init__(
+        self,
+        at: int | None,
+        parts: tuple[str, ...],
+        *,
+        instructions: bool = False,
+        signal_number: int = signal.SIGINT,
+    ) -> None:
         self.seen = 0
         self.struck: tuple[str, int] | None = None
         self._at = at
         self._parts = parts
         self._instructions = instructions
+        self._signal_number = signal_number
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -48,5 +57,5 @@ class Interrupts:
             self.seen += 1
             if self.seen == self._at:
                 self.struck = Path(frame.f_code.co_filename).name, frame.f_lineno
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(self._signal_number)
         return self._step

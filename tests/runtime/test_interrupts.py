@@ -1,13 +1,18 @@
 """Ctrl-C at any instruction of a turn and any line of a boundary: nothing is lost, and the next boundary goes on."""
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pagedweight.runtime import interrupts as interrupts_module
 from pagedweight.runtime.config import RuntimeConfig
 from pagedweight.runtime.controller_turn import Turn, in_turn
 from pagedweight.runtime.interrupts import InterruptsHeld
@@ -157,6 +162,94 @@ def test_a_thread_without_signals_and_a_process_that_ignores_them_hold_nothing()
             assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def raised_by_an_interrupt() -> bool:
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def test_a_timeout_at_any_instruction_on_the_way_in_or_out_loses_no_later_interrupt():
+    """The handler of another signal, which is not held, raises where `with` calls nothing to put Ctrl-C's back."""
+
+    def expire(number, frame):
+        raise TimeoutError
+
+    held, before = Held(), (signal.getsignal(signal.SIGINT), signal.signal(signal.SIGALRM, expire))
+    where, left = ("interrupts.py",), 0
+    try:
+        whole = Interrupts(None, where, instructions=True)
+        with whole.running():
+            held.enter()
+        for at in range(1, whole.seen + 1):
+            struck = Interrupts(at, where, instructions=True, signal_number=signal.SIGALRM)
+            with suppress(TimeoutError), struck.running():
+                held.enter()
+            left += signal.getsignal(signal.SIGINT) is not before[0]
+            if at % 2:
+                assert raised_by_an_interrupt(), struck.struck
+            held.enter()  # a later one puts the handler back as well
+            assert signal.getsignal(signal.SIGINT) is before[0], struck.struck
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGALRM, before[1])
+    assert left > 5
+
+
+def test_what_came_before_such_a_timeout_is_raised_by_the_next():
+    outer = InterruptsHeld()
+
+    def left_inside() -> None:
+        outer.__enter__()
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    left_inside()
+    with pytest.raises(KeyboardInterrupt), InterruptsHeld():
+        pass
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_child_that_another_thread_forks_meanwhile_is_interrupted_at_once():
+    ends = []
+
+    def fork() -> None:
+        child = os.fork()
+        if not child:
+            os._exit(7 if raised_by_an_interrupt() else 8)
+        ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    with InterruptsHeld():
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join(10)
+    assert ends == [7]
+
+
+def test_a_host_whose_first_import_of_threading_is_on_another_thread_has_nothing_held():
+    """Python's main thread may be a host program's: `threading` takes the one that imports it for that."""
+    program = f"""
+import _thread, sys, time
+assert "threading" not in sys.modules
+ends = []
+def run():
+    try:
+        sys.path.insert(0, {str(Path(interrupts_module.__file__).parent)!r})
+        import interrupts
+        with interrupts.InterruptsHeld():
+            ends.append("inside")
+    finally:
+        ends.append("over")
+_thread.start_new_thread(run, ())
+while "over" not in ends:
+    time.sleep(1e-3)
+print(ends[0])
+"""
+    ran = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "inside\n", ran.stderr
 
 
 def test_an_interrupt_at_any_line_of_a_boundary_leaves_table_and_device_agreeing():
