@@ -13,7 +13,7 @@ from scripts.results_ablations import codebooks, levels
 from scripts.results_bars import summary
 from scripts.results_evaluation import dynamic, evaluation
 from scripts.results_policies import policies
-from scripts.results_speed import MODELS, throughput
+from scripts.results_speed import MODELS, moving, throughput
 from scripts.results_tables import Lines, made_by, table
 
 ROOT = Path(__file__).parents[1]
@@ -107,6 +107,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], Lines], str], ...]
     ("While the KV cache grows", "dynamic-*.json", dynamic, "bench/e2e/dynamic.py."),
     ("Decoding speed and memory", SPEEDS, throughput, SPEED),
     ("Decoding with compiled layers", COMPILED, throughput, COMPILED_SPEED),
+    ("Decoding while pages move", MOVED, moving, "With other jobs on the host: [memory.md](memory.md)."),
     ("Shared experts too", "shared-experts-*.json", shared_experts, "How: [transformers.md](transformers.md)."),
     ("Room for KV cache", "h200-capacity-*.json", capacity, "More: [memory.md](memory.md)."),
 )

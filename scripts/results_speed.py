@@ -51,6 +51,20 @@ def throughput(record: Mapping[str, Any]) -> Lines:
             f"(limit {100 * ERROR_LIMIT:.0f} %)."
         )
         yield ""
+    yield from ended(record)
+
+
+def moving(record: Mapping[str, Any]) -> Lines:
+    """Captured steps while pages leave and come back: runs of that alone."""
+    tables = dict.fromkeys(TABLES[row["codebooks"]] for row in record["moving"])
+    yield f"### {MODELS[record['model']]} shape, {record['layers']} layers, {' and '.join(tables)}"
+    yield ""
+    yield from steadiness(record)
+    yield from ended(record)
+
+
+def ended(record: Mapping[str, Any]) -> Lines:
+    """What has to be known, and where the figures come from."""
     if "note" in record:
         yield record["note"]
         yield ""
@@ -100,10 +114,11 @@ def beside(bars: Iterable[Mapping[str, Any]]) -> Lines:
 
 
 def by_batch(title: str, column: str, cells: Iterable[tuple[str, int, str]]) -> Lines:
-    """A line for each name, a column for each batch size; nothing without cells."""
+    """A line for each name, a column for each batch size, repeated runs side by side; nothing without cells."""
     named: dict[str, dict[int, str]] = {}
     for name, batch, cell in cells:
-        named.setdefault(name, {})[batch] = cell
+        before = named.setdefault(name, {}).get(batch)
+        named[name][batch] = cell if before is None else f"{before}; {cell}"
     batches = sorted({batch for found in named.values() for batch in found})
     if named:
         yield from table(

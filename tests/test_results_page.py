@@ -31,6 +31,13 @@ def test_the_page_is_up_to_date(script: ModuleType, page: str) -> None:
     assert script.PAGE.read_text(encoding="utf-8") == page, "run: python -m scripts.results_page"
 
 
+def test_what_the_summary_is_made_of_is_shown_below_it(script: ModuleType, page: str) -> None:
+    for record in script.records_of(
+        "policies-*.json", script.SPEEDS, script.COMPILED, script.MOVED, script.EVALUATIONS
+    ):
+        assert f"\n`{record['command']}`, " in page
+
+
 def test_nothing_is_a_multiple_of_no_divergence(page: str) -> None:
     """At 8 bits short rows have a code for every weight: what is left there is rounding."""
     multiples = re.findall(r"\| (-?[\d.]+) \(-?[\d.]+ to -?[\d.]+\)", page)
