@@ -54,11 +54,7 @@ class DecodeConfig:
 
     def room_bytes(self, operand_rows: int, widths: tuple[int, ...], codebooks: tuple[str, ...]) -> int:
         """Shared memory for the tables of a program's operand rows."""
-        rows = [
-            row_bytes(bits)
-            for bits, codebook in zip(widths, codebooks, strict=True)
-            if takes_room(codebook, bits) and not (self.int8 and takes_int8(codebook, bits))
-        ]
+        rows = [row_bytes(bits) for bits, book in zip(widths, codebooks, strict=True) if takes_room(book, bits)]
         return operand_rows * max(rows) if rows and self.spread else 0
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pagedweight.kernels.decode.assembly_spread import ROW_BYTES
 
-UNASKED_BYTES = 48 * 1024  # what every launch gets; Triton asks for more where its own memory is more
+# What every launch gets, and the most that a program may reserve by name. Triton asks for more where its own is more.
+UNASKED_BYTES = 48 * 1024
 
 
 def takes_room(codebook: str, bits: int) -> bool:
@@ -32,6 +33,8 @@ def pipeline_bytes(stages: int, bits: int, operand_rows: int, columns: int, spre
 
 def shared_problem(pipeline: int, room: int, granted: int) -> str | None:
     """Why a launch cannot have both, in words, or None."""
+    if room > UNASKED_BYTES:
+        return f"{room} bytes of shared memory for tables; a program may reserve {UNASKED_BYTES}"
     if pipeline + room > granted:
         return f"{pipeline + room} bytes of shared memory; {granted} are there"
     if pipeline <= UNASKED_BYTES < pipeline + room:

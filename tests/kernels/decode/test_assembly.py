@@ -91,6 +91,9 @@ def test_spread_entries_are_read_back_by_every_lane_from_a_bank_of_its_own(bits,
     codes, planes = word_pair(bits, rng)
     inputs = {32 + 2 * p + w: planes[p][w] for p in range(bits) for w in (0, 1)}
     first = base + np.arange(LANES) % 8 * 16 + np.arange(LANES) // 8 * 2
+    banks = (first[:8, None] + 4 * np.arange(4)) // 4 % 32
+    assert len(np.unique(banks)) == 32
+    assert assembly_spread.STRIDE == 4 * 32, "no code changes a look-up's bank"
     for lane in range(4):
         operand = {32 + 2 * bits + w: first + 4 * lane for w in (0, 1)}
         outputs = run_program(assembly_spread.decoder_program(bits)[0], inputs | operand, None, shared)

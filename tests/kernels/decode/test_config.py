@@ -49,6 +49,7 @@ def test_tables_go_to_shared_memory_where_a_launch_gets_it():
     assert "Triton asks for none" in shared_problem(48 * 1024, 1024, 99 * 1024)
     assert shared_problem(48 * 1024 + 512, 1024, 99 * 1024) is None
     assert "are there" in shared_problem(98 * 1024, 2048, 99 * 1024)
+    assert "may reserve 49152" in shared_problem(64 * 1024, 64 * 1024, 227 * 1024)
     work = Workload(16, 4, 60, 2048, 1408, (5, 6), ("lut16", "lut16"))
     assert choose(work, Hardware(48 * 1024, True)).spread
     assert not choose(work, Hardware(30 * 1024, True)).spread
