@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 
+import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
@@ -78,10 +79,19 @@ class ArenaCache(Cache):
         """The same."""
         self.reset()
 
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        with InterruptsHeld():  # or some layers would be in the old order
+            super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        with InterruptsHeld():
+            super().batch_select_indices(indices)
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times. Raises OutOfFrames, and the cache is as it was."""
-        self._pool.make_free((repeats - 1) * self._holdings.frames)
-        super().batch_repeat_interleave(repeats)
+        with InterruptsHeld():
+            self._pool.make_free((repeats - 1) * self._holdings.frames)
+            super().batch_repeat_interleave(repeats)
 
     def _spans(self, batch: int, tokens: int) -> list[Span]:
         """What a forward writes where there is no room yet. ValueError when it does not fit what the cache holds."""
@@ -91,7 +101,7 @@ class ArenaCache(Cache):
             if length != lengths[0] or layer.torn:
                 raise ValueError(
                     f"the cache holds {min(lengths)} tokens in some layers and {max(lengths)} in others, since a "
-                    "forward ended half-way; reset() it or make a new cache with new_cache()"
+                    "forward or a change of the batch ended half-way; reset() it or make a new cache with new_cache()"
                 )
             layer.check_batch(batch)
             if not layer.has_room(tokens):

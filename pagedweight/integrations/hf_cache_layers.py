@@ -45,9 +45,11 @@ class ArenaLayer(CacheLayerMixin):
 
     @property
     def torn(self) -> bool:
-        """Whether a forward ended between the tokens' keys, their values and their count."""
+        """Whether something ended between the tokens' keys, their values and their count. A reservation has neither."""
         keys, values = self._slabs
-        return keys.start < keys.stop != self._seen or values.start < values.stop != self._seen
+        if keys.stop == values.stop == self._seen:
+            return False
+        return self._seen > 0 or keys.start < keys.stop or values.start < values.stop
 
     def check_batch(self, batch: int) -> None:
         """ValueError when tokens of another number of sequences are held."""

@@ -161,9 +161,7 @@ class Slab:
         self.start = max(self.start, min(start, self.stop))
         gone = min(self.start // self.tokens_per_frame - self.first_column, self.columns)
         if gone > 0:
-            held = self.frames
-            self._hold(held[:, gone:], self.table[:, gone:], self.first_column + gone)
-            self._holdings.give(held[:, :gone].ravel())
+            self._keep(slice(gone, None), slice(gone))
 
     def drop_from(self, stop: int) -> None:
         """Forget tokens from `stop` on and give back the frames that only held such tokens."""
@@ -173,9 +171,14 @@ class Slab:
         self.stop = min(self.stop, stop)
         kept = -(-self.stop // self.tokens_per_frame) - self.first_column
         if kept < self.columns:
-            held = self.frames
-            self._hold(held[:, :kept], self.table[:, :kept], self.first_column)
-            self._holdings.give(held[:, kept:].ravel())
+            self._keep(slice(kept), slice(kept, None))
+
+    def _keep(self, kept: slice, given: slice) -> None:
+        """Of the columns the kept ones; the given ones, which are the others, go back to the arena."""
+        held, table = self.frames, self.table[:, kept]
+        with InterruptsHeld():
+            self._hold(held[:, kept], table, self.first_column + (kept.start or 0))
+            self._holdings.give(held[:, given].ravel())
 
     def permute(self, sequences: torch.Tensor) -> None:
         """Sequence i becomes the old sequence sequences[i]; as many sequences as before, so no frame is needed."""

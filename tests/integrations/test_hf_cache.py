@@ -261,6 +261,21 @@ def test_repeating_sequences_without_room_leaves_the_cache_as_it_was(model: PreT
     pool.arena.check()
 
 
+def test_a_batch_that_grows_by_selecting_beyond_the_room_is_refused_until_reset() -> None:
+    """The first layer has lost its tokens by then: a forward would attend to the new ones alone."""
+    model = MAKE["M8"]()
+    cache = ArenaCache(pool := make_pool(model, frames=64), model.config)
+    forward(model, cache, tokens(2, 19))
+    with pytest.raises(OutOfFrames):
+        cache.batch_select_indices(torch.arange(2).repeat(64))
+    with pytest.raises(ValueError, match=r"reset\(\)"):
+        cache.missing_frames(2, 1)
+    cache.reset()
+    assert pool.arena.free_frames == pool.arena.frames
+    cache.reserve(1, 9)
+    assert cache.missing_frames(1, 9) == 0
+
+
 def test_reset_gives_every_frame_back_and_the_cache_serves_again(model: PreTrainedModel) -> None:
     pool = make_pool(model)
     cache = ArenaCache(pool, model.config)
