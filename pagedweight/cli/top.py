@@ -90,7 +90,8 @@ def _print(address: str, readings: Iterable[Reading | str]) -> None:
 
 
 def _show(address: str, readings: Iterable[Reading | str]) -> None:
-    """The live screen, and at the end what it showed last. A server that does not answer is waited for; it says so."""
+    """The live screen, and what it showed last at the end or at Ctrl-C. A server that does not answer is waited for; it
+    says so."""
     from rich.console import Console
     from rich.live import Live
 
@@ -98,16 +99,18 @@ def _show(address: str, readings: Iterable[Reading | str]) -> None:
 
     console = Console()
     view = View(address, console)
-    with Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else nullcontext() as live:
-        for reading in readings:
-            view.add(reading)
-            if live is not None:
-                live.update(view.render(), refresh=True)
-    console.print(view.render())
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+            for reading in readings:
+                view.add(reading)
+                if live is not None:
+                    live.update(view.render(), refresh=True)
+    finally:
+        console.print(view.render())
 
 
 def _draw(address: str, readings: Iterable[Reading | str], picture: Path) -> None:
-    """The screen after the last reading, as a picture."""
+    """The screen after the last reading, or at Ctrl-C, as a picture."""
     from rich.console import Console
 
     from pagedweight.cli.heat import save_picture
@@ -117,13 +120,15 @@ def _draw(address: str, readings: Iterable[Reading | str], picture: Path) -> Non
         record=True, width=PICTURE_COLUMNS, force_terminal=True, color_system="truecolor", file=StringIO()
     )
     view = View(address, console)
-    for reading in readings:
-        view.add(reading)
-    console.print(view.render())
     try:
-        save_picture(console, picture, "pagedweight top")
-    except OSError as error:
-        raise fail(f"--picture {picture}: {error.strerror}") from error
+        for reading in readings:
+            view.add(reading)
+    finally:
+        console.print(view.render())
+        try:
+            save_picture(console, picture, "pagedweight top")
+        except OSError as error:
+            raise fail(f"--picture {picture}: {error.strerror}") from error
     typer.echo(str(picture))
 
 

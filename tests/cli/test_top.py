@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.testing import CliRunner
 
+from pagedweight.cli import top
 from pagedweight.cli.main import app
 from pagedweight.cli.top_reading import Reading, parse
 from pagedweight.cli.top_view import MOST_ROWS, View
@@ -138,6 +139,24 @@ def test_what_was_shown_last_stays_when_readings_end(terminal: bool) -> None:
     assert ("\x1b[?1049h" in done.stdout) == terminal
     assert "4.00 mean bits" in Text.from_ansi(left).plain
     assert left.endswith("\n")
+
+
+@pytest.mark.parametrize("picture", [False, True])
+def test_what_was_shown_last_stays_after_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, picture: bool) -> None:
+    """Without --readings nothing else ends it."""
+    read, left = top.read, [4.0, 6.0]
+
+    def interrupted(address: str) -> Reading:
+        if not left:
+            raise KeyboardInterrupt
+        return read(address)._replace(mean_bits=left.pop())
+
+    monkeypatch.setattr(top, "read", interrupted)
+    kept = tmp_path / "screen.svg"
+    with answering(metrics()) as address:
+        done = run(address, *(["--picture", str(kept)] if picture else []))
+    assert done.exit_code == 130
+    assert "4.00" in (kept.read_text() if picture else done.stdout)
 
 
 def test_a_server_that_is_gone_is_waited_for() -> None:
