@@ -159,8 +159,12 @@ def rows_of(device: Device) -> Iterator[dict[str, Any]]:
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     """The record with these rows; those of GPUs that were not compiled for this time stay."""
     now, names = {row["device"] for row in rows}, [device.name for device in DEVICES]
-    earlier = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-    kept = [row for row in earlier if row["device"] not in now]
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+    kept = [row for row in earlier["rows"] if row["device"] not in now]
+    if kept and earlier["triton"] != triton.__version__:
+        raise SystemExit(
+            f"{path} has rows of Triton {earlier['triton']}, this is {triton.__version__}: leave --only out"
+        )
     every = sorted([*kept, *rows], key=lambda row: names.index(row["device"]))
     granted = {device.name: device.shared_bytes for device in DEVICES}
     record = {"command": "python scripts/other_gpus.py", "triton": triton.__version__, "granted_bytes": granted}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import tomllib
@@ -42,3 +43,20 @@ def test_the_table_of_gpus_has_what_the_record_has() -> None:
             for long in (False, True)
         )
         assert f"| {device} | {granted_bytes / 1024:g} | {few / 1024:g} | {many / 1024:g} |\n" in PAGE
+
+
+def test_rows_of_two_releases_of_triton_do_not_stand_in_one_record(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="compiles kernels")
+    spec = importlib.util.spec_from_file_location("other_gpus", ROOT / "scripts" / "other_gpus.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    record = tmp_path / "other-gpus.json"
+    rows = [{"device": device.name} for device in script.DEVICES]
+    script.write(record, rows)
+    script.write(record, rows[:1])
+    old = json.loads(record.read_text(encoding="utf-8"))
+    record.write_text(json.dumps(old | {"triton": "3.5.0"}), encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"rows of Triton 3\.5\.0"):
+        script.write(record, rows[:1])
+    script.write(record, rows)
+    assert json.loads(record.read_text(encoding="utf-8")) == old
