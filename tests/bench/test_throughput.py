@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 
@@ -46,7 +47,9 @@ def test_compiled_layers_answer_the_same_from_one_graph_and_one_that_takes_their
     dense = dense_model("tiny", 3, "cpu")
     dense.set_attn_implementation(WHOLE_CACHE)
     model = without_hooks(drawn_of(dense, "fast", shared=True), 4)
-    with model.pagedweight.held_at(4):
+    # compile_layers sets it for the process; put back, or the tests after this one would compile under it.
+    put_back = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=False)
+    with put_back, model.pagedweight.held_at(4):
         decoding = CapturedDecoding(model, 2, 32)
         wanted = step_logits(decoding)
         compile_layers(model, "eager")
