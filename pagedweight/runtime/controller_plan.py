@@ -91,7 +91,7 @@ class Planning:
         self._pressed_for = self._pressed_for + 1 if pressed else 0
         if kv.headroom_blocks - forecast_blocks > self._config.reload_free_blocks:
             self._calm_for += 1
-        elif pressed or self._pager.idle:  # else the tables of a raise may stand beside those they replace
+        elif pressed or self._pager.idle or not self._shared:  # else a raise's old tables may stand beside the new
             self._calm_for = 0
         situation = self._situation(kv)
         if situation == self._fruitless and step % period:

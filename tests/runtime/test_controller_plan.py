@@ -19,7 +19,15 @@ from pagedweight.runtime.observe import Observation
 from pagedweight.runtime.planner_scores import parent_damage
 from pagedweight.runtime.planner_trace import replay
 from pagedweight.runtime.transfer import ImmediateEngine
-from tests.runtime.support import FRAME_BYTES, TinyModel, assert_published, random_policy, tiny_model, tiny_runtime
+from tests.runtime.support import (
+    FRAME_BYTES,
+    CrankedEngine,
+    TinyModel,
+    assert_published,
+    random_policy,
+    tiny_model,
+    tiny_runtime,
+)
 
 THRESHOLDS = {"offload_free_blocks": 2, "reload_free_blocks": 6}
 BACKGROUND = RuntimeConfig(**THRESHOLDS, min_dwell_steps=2, background_rows=0)
@@ -435,3 +443,20 @@ def test_after_a_long_quiet_room_has_to_stay_half_as_long():
         runtime.boundary()
     runtime.boundary()
     assert planning._rhythm.hold_steps == 32
+
+
+def test_room_that_another_engine_takes_while_pages_come_back_has_to_last_anew():
+    """A raise takes nothing of its count, so that only the engine itself can have brought it below the threshold."""
+    free = [0]
+    gauge = CallableGauge(lambda: KVState(free[0], FRAME_BYTES))
+    runtime = tiny_runtime(tiny_model(), 400, RuntimeConfig(**THRESHOLDS), gauge=gauge, engine=CrankedEngine)
+    runtime.boundary()
+    runtime._pager.settle()
+    free[0], planning = 1000, runtime._planning
+    while not runtime._pager.loading_bytes:
+        runtime.boundary()
+    assert planning._calm_for > 0
+    free[0] = THRESHOLDS["reload_free_blocks"]
+    runtime.boundary()
+    assert runtime._pager.loading_bytes
+    assert planning._calm_for == 0
