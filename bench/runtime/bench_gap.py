@@ -14,6 +14,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ import pagedweight
 from pagedweight.bitplane import plane_words
 from pagedweight.calibration.search import table_at_parent
 from pagedweight.checkpoint import FOLDER, Checkpoint
+from pagedweight.evaluation.record import command, machine, versions
 from pagedweight.layout import Layout
 from pagedweight.policy import Policy
 from pagedweight.runtime.kv import KVState
@@ -109,7 +111,8 @@ def main() -> None:
     parser.add_argument("folders", nargs="*", type=Path, default=[TINY])
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    found = json.loads(arguments.out.read_text("utf-8")) if arguments.out and arguments.out.exists() else {}
+    facts = {"machine": machine("cpu"), "versions": versions() | {"scipy": version("scipy")}}
+    found = {"command": command("python bench/runtime/bench_gap.py"), **facts}
     for folder in arguments.folders:
         with tempfile.TemporaryDirectory() as made:
             pages = folder
