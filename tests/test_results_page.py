@@ -38,6 +38,13 @@ def test_what_the_summary_is_made_of_is_shown_below_it(script: ModuleType, page:
         assert f"\n`{record['command']}`, " in page
 
 
+def test_a_limit_that_is_passed_is_explained(page: str) -> None:
+    sections = re.split(r"^##+ ", page, flags=re.MULTILINE)
+    passed = [one for one in sections if re.search(r"beside the limit.* (?:- *, )?[1-9]\.\d\d", one)]
+    assert passed
+    assert all("its shared one is in bf16" in one for one in passed)
+
+
 def test_nothing_is_a_multiple_of_no_divergence(page: str) -> None:
     """At 8 bits short rows have a code for every weight: what is left there is rounding."""
     multiples = re.findall(r"\| (-?[\d.]+) \(-?[\d.]+ to -?[\d.]+\)", page)
