@@ -17,7 +17,12 @@ class LeftInForks:
     def __init__(self) -> None:
         self._process = os.getpid()
 
-    def __del__(self, process: Callable[[], int] = os.getpid, forget: Callable = ctypes.pythonapi.Py_IncRef) -> None:
+    def __del__(
+        self,
+        process: Callable[[], int] = os.getpid,  # not as names of this module, which a process that ends may clear
+        forget: Callable = ctypes.pythonapi.Py_IncRef,
+        as_object: Callable = ctypes.py_object,
+    ) -> None:
         if process() != self._process:
             for held in vars(self).values():
-                forget(ctypes.py_object(held))
+                forget(as_object(held))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 
+from pagedweight.runtime import forks
 from pagedweight.runtime.forks import LeftInForks
 
 
@@ -28,6 +30,9 @@ class Holder(LeftInForks):
 def ends_of_a_fork(hold) -> int:
     child = os.fork()
     if not child:
+        for name in ("os", "ctypes"):  # as a process that ends may do
+            setattr(forks, name, None)
+        sys.unraisablehook = lambda _: os._exit(7)
         hold.clear()  # what holds them goes, as all does while a process ends
         os._exit(8)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
