@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from pagedweight.kernels.decode.room import pipeline_bytes, row_bytes, shared_problem, takes_room
+from pagedweight.kernels.decode.room import moved_bytes, pipeline_bytes, row_bytes, shared_problem, takes_room
 
 MAX_TOKENS = 64
 BYTE_CODEBOOKS = frozenset({"affine", "lut8"})
@@ -111,7 +111,7 @@ class Workload(NamedTuple):
 
 class Hardware(NamedTuple):
     """What a GPU grants: shared memory of one program, programmatic dependent launch; and whether the compiler keeps
-    int8 operands in registers, without which nobody can say ahead what a program's shared memory holds."""
+    int8 operands in registers, or moves them through shared memory."""
 
     shared_bytes: int
     early_launch: bool
@@ -254,6 +254,7 @@ def problem(config: DecodeConfig, work: Workload, hardware: Hardware) -> str | N
     if not 1 <= down.splits <= steps:
         return f"the down launch has {down.splits} splits of {steps} steps"
     columns = config.tokens * (2 if config.int8 else 1)
+    moved = config.int8 and not hardware.int8_in_registers
     for name, product, rows in (("gate_up", gate_up, 2 * gate_up.rows), ("down", down, down.rows)):
         operand_rows = rows * product.chunks
         room = config.room_bytes(operand_rows, work.widths, work.codebooks)
@@ -261,6 +262,7 @@ def problem(config: DecodeConfig, work: Workload, hardware: Hardware) -> str | N
             pipeline_bytes(
                 product.stages, bits, operand_rows, product.chunks * config.tokens, room and takes_room(book, bits)
             )
+            + (moved_bytes(book, operand_rows) if moved and takes_int8(book, bits) else 0)
             for bits, book in zip(work.widths, work.codebooks, strict=True)
         )
         reason = _product_problem(product, operand_rows, columns) or shared_problem(own, room, hardware.shared_bytes)

@@ -31,6 +31,11 @@ def pipeline_bytes(stages: int, bits: int, operand_rows: int, columns: int, spre
     return steps * (operand_rows * 64 * bits + 1024 * columns)
 
 
+def moved_bytes(codebook: str, operand_rows: int) -> int:
+    """An int8 operand of a step, where the compiler moves it through shared memory: a byte a weight, two of lut16."""
+    return operand_rows * 512 * (2 if codebook == "lut16" else 1)
+
+
 def shared_problem(pipeline: int, room: int, granted: int) -> str | None:
     """Why a launch cannot have both, in words, or None."""
     if room > UNASKED_BYTES:
