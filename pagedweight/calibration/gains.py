@@ -29,8 +29,9 @@ def measure_gains(
 ) -> np.ndarray:
     """(L, 2, W): measured over predicted divergence of one layer's one projection at one width, the rest untouched.
 
-    reference: of the model's own weights, on calibration text. A divergence too small to measure in the model's dtype
-    takes the gain of the next lower width. The model ends with its own weights.
+    reference: of the model's own weights, on calibration text. A divergence too small to measure in the model's dtype,
+    or one that is predicted to be next to none, takes the gain of the next lower width. The model ends with its own
+    weights.
     """
     gains = np.ones((len(layout.moe_layers), 2, len(layout.widths)))
     predicted = sensitivity.s_bar * sensitivity.m_cal[:, None]
@@ -45,7 +46,7 @@ def measure_gains(
                 substitution.write(plan)
                 kl = float(diverge(model, reference).kl.mean())
                 expected = float(predicted[rows, w].sum())
-                if min(kl, expected) > resolution:
+                if kl > resolution and expected > KL_RESOLUTION_NATS:
                     gains[layer_index, projection, w] = np.clip(kl / expected, 1 / LARGEST_GAIN, LARGEST_GAIN)
                 elif w:
                     gains[layer_index, projection, w] = gains[layer_index, projection, w - 1]
