@@ -88,6 +88,9 @@ def main() -> int:
             number += 1
             print(f"seed {number - 1}: {taken} steps in {spent():.0f} s", flush=True)
         finding = 0
+    except KeyboardInterrupt:
+        finding = 0
+        raise
     finally:
         if options.out is not None:
             seeds = {"first_seed": options.seed, "seeds": number - options.seed}

@@ -52,3 +52,18 @@ def test_a_seed_that_fails_is_named_with_its_command_and_stands_in_the_record(
     assert "seed 3 failed; again: python scripts/fuzz_runtime.py --seed 3 --steps 1" in capsys.readouterr().out
     (piece,) = json.loads(path.read_text())["pieces"]
     assert (piece["first_seed"], piece["seeds"], piece["steps"], piece["findings"]) == (1, 2, 20, 1)
+
+
+def test_who_ends_a_piece_by_hand_has_found_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_seed(number: int, *, shrink: bool) -> int:
+        if number == 3:
+            raise KeyboardInterrupt
+        return 10
+
+    path = tmp_path / "fuzz.json"
+    monkeypatch.setattr(fuzz_runtime, "run_seed", run_seed)
+    monkeypatch.setattr(sys, "argv", ["fuzz", "--seed", "1", "--out", str(path)])
+    with pytest.raises(KeyboardInterrupt):
+        fuzz_runtime.main()
+    (piece,) = json.loads(path.read_text())["pieces"]
+    assert (piece["seeds"], piece["steps"], piece["findings"]) == (2, 20, 0)
