@@ -76,3 +76,10 @@ def test_a_bar_is_met_from_its_figure_on_and_missed_below() -> None:
     assert "| memory saved | 68.90 %, missed | - | - | - |" in cells(0.689, 1.0)
     assert "one graph | 1.94, met |" in cells(0.0, 1.94)
     assert "one graph | 1.94, missed |" in cells(0.0, 1.939)
+
+
+def test_nothing_is_judged_where_the_compiler_served_one_of_the_two_alone(page: str) -> None:
+    unlike = re.search(r"^\| ours compiled, bf16 not, one graph \|(.*)$", page, re.MULTILINE)[1]
+    assert re.search(r"\d\.\d\d", unlike)
+    assert "met" not in unlike
+    assert "missed" not in unlike
