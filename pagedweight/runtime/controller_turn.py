@@ -47,9 +47,13 @@ def in_turn(method: Method) -> Method:
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._turn.ask()
-        with self._turn.lock:
-            self._turn.served()
-            return method(self, *args, **kwargs)
+        turn: Turn = self._turn
+        try:
+            turn.ask()
+            with turn.lock:
+                turn.served()
+                return method(self, *args, **kwargs)
+        finally:
+            turn.served()  # also when an interrupt has ended the wait: every boundary would wait for this thread
 
     return call

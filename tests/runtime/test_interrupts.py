@@ -96,6 +96,7 @@ def test_who_waits_is_interrupted_at_once():
     with pytest.raises(KeyboardInterrupt):
         held.enter()
     assert not held.done
+    assert not held._turn._asking, "each boundary of the others would wait for this thread first"
     leave.set()
     thread.join(10)
     timer.join(10)
