@@ -30,7 +30,7 @@ from pagedweight.saving import load_dense
 from pagedweight.saving_hub import local_folder
 from pagedweight.saving_names import UnknownConversion
 from pagedweight.saving_quantize import Job, Progress, write_folder
-from pagedweight.saving_source import FolderSource, ModelSource, Source, chosen_device
+from pagedweight.saving_source import FolderSource, ModelSource, Source, chosen_device, refuse_dense
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -82,6 +82,7 @@ def quantize(
     folder = local_folder(model_or_path) if isinstance(model_or_path, str | Path) else None
     if folder is not None and out.exists() and folder.samefile(out):
         raise ValueError(f"{out} holds the model itself; write to another folder")
+    refuse_dense(out)
     device = chosen_device(device)
     if not isinstance(calibration, Statistics | None):
         calibration = windows_of(calibration, lambda: tokenizer or _tokenizer(folder), count=windows)

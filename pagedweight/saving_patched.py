@@ -12,7 +12,7 @@ from torch import nn
 from pagedweight.checkpoint import FOLDER, CheckpointWriter
 from pagedweight.patching_devices import SpreadModel
 from pagedweight.patching_model import PagedModel
-from pagedweight.saving_source import save_rest
+from pagedweight.saving_source import refuse_dense, save_rest
 from pagedweight.shared_experts import refuse_folded
 
 # Arguments of transformers' save_pretrained that concern only the files beside the pages.
@@ -24,7 +24,8 @@ def save(model: nn.Module, directory: str | Path, **kwargs: Any) -> None:
 
     What load() makes of it equals this model at the same widths, bit for bit.
     kwargs: max_shard_size, for transformers' part of the files; a model of another kind has its pages written alone.
-    ValueError for another argument and for a model that is not patched, RuntimeError for one that is closed.
+    ValueError for another argument, for a model that is not patched and for a folder with a dense model, RuntimeError
+    for a model that is closed.
     """
     paged = getattr(model, "pagedweight", None)
     if not isinstance(paged, PagedModel | SpreadModel):
@@ -41,6 +42,7 @@ def save(model: nn.Module, directory: str | Path, **kwargs: Any) -> None:
             "it, upload the folder"
         )
     directory = Path(directory)
+    refuse_dense(directory)
     writer = CheckpointWriter(directory, paged.layout, recipe=paged.recipe)
     save_rest(model, directory, model.state_dict(), **kwargs)
     for block, packed in paged.blocks():

@@ -178,6 +178,19 @@ def _dense_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def refuse_dense(out: Path) -> None:
+    """ValueError for a folder that holds a dense model: writing pages there would take its weights away."""
+    if not any(out.glob("model*.safetensors")):
+        return
+    try:
+        config = read_document(out / "config.json", constants=True)
+        method = (config.get("quantization_config") or {}).get("quant_method")
+    except (OSError, AttributeError, ValueError):
+        return  # what no config tells of was left by a run that was killed
+    if method != METHOD:
+        raise ValueError(f"{out} holds a dense model, whose weights would be lost; write to another folder")
+
+
 def write_config(out: Path, config: Mapping[str, Any]) -> None:
     """The model's config.json with a word that its experts are paged."""
     content = {**config, "quantization_config": {"quant_method": METHOD}, "transformers_weights": UNREGISTERED}

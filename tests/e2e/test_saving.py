@@ -203,6 +203,24 @@ def test_a_model_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("write", ["save", "save_pretrained", "quantize"])
+def test_a_dense_model_is_not_written_over(tmp_path: Path, write: str) -> None:
+    """Its experts would be gone for good: pages are not what they were made from."""
+    dense = mixtral_m8(num_local_experts=2, intermediate_size=32)
+    dense.save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    if write != "quantize":
+        pagedweight.patch(dense)
+    writers = {
+        "save": pagedweight.save,
+        "save_pretrained": lambda model, folder: model.save_pretrained(folder),
+        "quantize": pagedweight.quantize,
+    }
+    with pytest.raises(ValueError, match="holds a dense model, whose weights would be lost; write to another folder"):
+        writers[write](dense, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_importance_changes_what_is_kept(tmp_path: Path) -> None:
     model = mixtral_m8(num_local_experts=2, intermediate_size=32)
     block = next(iter(Checkpoint.open(pagedweight.quantize(model, tmp_path / "plain")).layout.blocks()))
