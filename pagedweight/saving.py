@@ -15,7 +15,7 @@ from pagedweight.documents import read_document
 from pagedweight.patching import assemble, check_options, patch
 from pagedweight.policy import Policy
 from pagedweight.runtime.config import RuntimeConfig
-from pagedweight.saving_hub import HUB_ARGUMENTS, paged_folder
+from pagedweight.saving_hub import HUB_ARGUMENTS, is_hub_name, paged_folder
 from pagedweight.saving_source import METHOD, model_class
 from pagedweight.saving_trust import refuse_named_code
 
@@ -104,7 +104,7 @@ def load_dense(name_or_path: str | Path, **kwargs: Any) -> PreTrainedModel:
     """The dense model, in its own dtype unless another is asked for."""
     from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-    if Path(name_or_path).is_absolute() and not Path(name_or_path).exists():
+    if not Path(name_or_path).exists() and not is_hub_name(name_or_path):
         # transformers would complain of a malformed name on the Hub.
         raise ValueError(f"there is no folder {name_or_path}; give a model's folder or its name on the Hub")
     hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}

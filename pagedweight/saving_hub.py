@@ -24,7 +24,7 @@ def local_folder(name_or_path: str | Path) -> Path:
     path = Path(name_or_path)
     if path.is_dir():
         return path
-    if not is_hub_name(path):
+    if not is_hub_name(name_or_path):
         raise ValueError(f"there is no folder {name_or_path}; give a model's folder or its name on the Hub")
     folder = _download(name_or_path, ["*.json", *COMPANIONS], SUBFOLDERS)
     return _download(name_or_path, file_names(folder), SUBFOLDERS)
@@ -36,7 +36,7 @@ def paged_folder(name_or_path: str | Path, arguments: Mapping[str, Any]) -> Path
     arguments: of from_pretrained; those of HUB_ARGUMENTS are used.
     """
     path = Path(name_or_path)
-    if path.is_dir() or not is_hub_name(path):
+    if path.is_dir() or not is_hub_name(name_or_path):
         return path if (path / FOLDER).is_dir() else None
     from transformers import PreTrainedConfig
 
@@ -49,13 +49,17 @@ def paged_folder(name_or_path: str | Path, arguments: Mapping[str, Any]) -> Path
 
 def pages_beside(folder: Path, name: str) -> None:
     """Download the pages of a model whose other files transformers has put into the Hub's cache."""
-    if (folder / FOLDER).is_dir() or folder.parent.name != "snapshots" or not is_hub_name(Path(name)):
+    if (folder / FOLDER).is_dir() or folder.parent.name != "snapshots" or not is_hub_name(name):
         return
     _download(name, [f"{FOLDER}/*"], None, revision=folder.name, cache_dir=folder.parents[2])
 
 
-def is_hub_name(path: Path) -> bool:
-    return not path.is_absolute() and not path.exists() and len(path.parts) <= 2
+def is_hub_name(name: str | Path) -> bool:
+    """Whether it may be a repository's: what exists here, ./folder and folder/ are paths."""
+    path, text = Path(name), str(name)
+    if path.is_absolute() or path.exists() or text.startswith((".", "~")) or text.endswith("/"):
+        return False
+    return len(path.parts) <= 2
 
 
 def _download(name: str | Path, wanted: list[str] | None, ignored: str | None, **hub: Any) -> Path:

@@ -86,7 +86,7 @@ def model_option(option: str, text: str | None) -> str | None:
     """A dense model's folder or its name on the Hub, None for none; leaves with exit code 2 when it can be neither."""
     from pagedweight.saving_hub import is_hub_name
 
-    if text is not None and not Path(text).is_dir() and not is_hub_name(Path(text)):
+    if text is not None and not Path(text).is_dir() and not is_hub_name(text):
         raise fail(f"{option} {text}: there is no such folder; give a model's folder or its name on the Hub")
     return text
 

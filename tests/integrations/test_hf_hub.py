@@ -97,6 +97,8 @@ def test_of_a_dense_model_no_more_is_downloaded_than_is_read(tmp_path: Path, mon
 
 
 def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_said_so(tmp_path: Path) -> None:
-    for name in (tmp_path / "nowhere", "a/b/c"):
-        with pytest.raises(ValueError, match=r"there is no folder .*; give a model's folder or its name on the Hub"):
-            local_folder(name)
+    refused = r"there is no folder .*; give a model's folder or its name on the Hub"
+    for name in (tmp_path / "nowhere", "a/b/c", "./nowhere", "../nowhere", "nowhere/"):
+        for read in (local_folder, pagedweight.from_pretrained):
+            with pytest.raises(ValueError, match=refused):
+                read(name)
