@@ -11,6 +11,7 @@ import enum
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -79,7 +80,9 @@ class MoeLayer:
 
 
 def normalized_widths(widths: tuple[int, ...]) -> tuple[int, ...]:
-    """Sorted unique widths; ValueError when empty or outside 2..8."""
+    """Sorted unique widths; TypeError when they are no ints, ValueError when empty or outside 2..8."""
+    if not all(isinstance(width, Integral) for width in widths):
+        raise TypeError(f"widths are {tuple(widths)}; give ints, as (2, 3, 4)")
     unique = tuple(sorted(set(widths)))
     if not unique or unique[0] < 2 or unique[-1] > MAX_WIDTH:
         raise ValueError(f"widths are {tuple(widths)}; give at least one width, each from 2 to {MAX_WIDTH}")

@@ -51,6 +51,12 @@ def test_case_13_unsupported_widths_are_refused(widths):
         normalized_widths(widths)
 
 
+@pytest.mark.parametrize("widths", [("2", ",", "4"), (2.0, 4.0), (2, None)])
+def test_widths_that_are_no_ints_are_refused(widths):
+    with pytest.raises(TypeError, match=r"widths are .*; give ints"):
+        normalized_widths(widths)
+
+
 @pytest.mark.parametrize(("widths", "expected"), [((2, 3, 4), (2, 3, 4)), ((4, 4), (4,)), ((5, 3), (3, 5))])
 def test_case_13_widths_are_sorted_and_unique(widths, expected):
     assert normalized_widths(widths) == expected

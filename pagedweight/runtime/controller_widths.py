@@ -20,10 +20,10 @@ class Widths:
         self._most_loading_bytes = most_loading_bytes
 
     def bring_to(self, bits: np.ndarray | int) -> None:
-        """One width, or one for each row. Raises ValueError for an unsupported one, OutOfFrames when the arena cannot
-        hold them all, with those that fit in place.
+        """One width, or one for each row. Raises TypeError for what are no ints, ValueError for an unsupported width or
+        another number of them, OutOfFrames when the arena cannot hold them all, with those that fit in place.
         """
-        wanted = np.broadcast_to(np.asarray(bits, dtype=np.int64), self._table.committed.shape)
+        wanted = self._for_each_row(np.asarray(bits))
         supported = self._table.sizes.widths
         unsupported = sorted(set(wanted.tolist()) - set(supported))
         if unsupported:
@@ -40,6 +40,15 @@ class Widths:
             # More than once when frames have to move for tables: only so many do in one go.
             self.carry_out(wanted)
             before = missing
+
+    def _for_each_row(self, bits: np.ndarray) -> np.ndarray:
+        rows = self._table.committed.shape
+        asked = f"give one width, or one for each of {rows[0]} rows"
+        if bits.dtype.kind not in "iu":
+            raise TypeError(f"widths are no ints but {bits.dtype}; {asked}")
+        if bits.shape not in ((), (1,), rows):
+            raise ValueError(f"widths have shape {bits.shape}; {asked}")
+        return np.broadcast_to(bits.astype(np.int64), rows)
 
     def carry_out(self, bits: np.ndarray) -> None:
         """Move every row towards a width and wait."""

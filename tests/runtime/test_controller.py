@@ -130,6 +130,15 @@ def test_every_uniform_width_is_reached_from_every_other(bits):
         check(model, runtime)
 
 
+@pytest.mark.parametrize(("bits", "error"), [("4", TypeError), (4.7, TypeError), ([4, 4, 4], ValueError)])
+def test_widths_of_another_kind_or_number_are_refused_and_nothing_moves(bits, error):
+    runtime = tiny_runtime(tiny_model(), 400)
+    before = runtime.tables.bits.clone()
+    with pytest.raises(error, match="give one width, or one for each of 10 rows"):
+        runtime.set_bits(bits)
+    assert (runtime.tables.bits == before).all()
+
+
 def test_addresses_of_the_device_tables_never_change():
     runtime = tiny_runtime(tiny_model(), 400)
     before = [t.data_ptr() for t in runtime.tables]
