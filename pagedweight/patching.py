@@ -59,6 +59,8 @@ def patch(
     """
     check_options(policy, config)
     config = config or RuntimeConfig()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {model!r}, a {type(model).__name__}; give a loaded model, or use from_pretrained")
     if hasattr(model, "pagedweight"):
         raise ValueError(f"this {type(model).__name__} is patched already; unpatch it first")
     if is_lost(model):

@@ -616,3 +616,8 @@ def test_options_of_another_kind_are_told_before_anything_is_loaded(given: dict[
             pagedweight.patch(small(), **given)
     with pytest.raises(TypeError, match=r"^runtime is 3, a int; give a RuntimeConfig, as RuntimeConfig\("):
         pagedweight.PagedWeightConfig(runtime=3)
+
+
+def test_a_name_in_a_models_place_is_refused_with_what_loads_it() -> None:
+    with pytest.raises(TypeError, match=r"^model is 'some/model', a str; give a loaded model, or use from_pretrained"):
+        pagedweight.patch("some/model")
