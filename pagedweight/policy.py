@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import warnings
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from pagedweight.documents import read_document
 from pagedweight.layout import Layout
@@ -195,7 +196,10 @@ class Policy:
     def save(self, folder: str | Path) -> None:
         """Write policy.safetensors and policy.json into a folder that exists."""
         folder = Path(folder)
-        save_file({name: np.ascontiguousarray(getattr(self, name)) for name in _ARRAYS}, folder / "policy.safetensors")
+        # safetensors' own save_file makes files that only their owner may read.
+        unfinished = folder / "policy.safetensors.tmp"
+        unfinished.write_bytes(save({name: np.ascontiguousarray(getattr(self, name)) for name in _ARRAYS}))
+        os.replace(unfinished, folder / "policy.safetensors")
         scalars = {name: getattr(self, name) for name in (*SCALARS, "feature_transform")}
         document = {"format_version": FORMAT_VERSION, "widths": list(self.widths), **scalars}
         (folder / "policy.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

@@ -11,6 +11,7 @@ from pagedweight.checkpoint import FOLDER, METADATA, Checkpoint, CheckpointWrite
 from pagedweight.checkpoint_format import SHARD_NAME
 from pagedweight.layout import Layout, PackedBlock
 from pagedweight.quant.codebooks import FP16_MAX
+from pagedweight.saving_source import refuse_dense
 
 Progress = Callable[[str, int, int], None]
 
@@ -27,8 +28,9 @@ def convert(
     Nothing is quantized again: planes, and all files that are no pages, are copied. lut16 holds every value that
     another codebook gives, to fp16; the ways back would change values, so they are refused, and so are others.
     codebooks: by width, "lut16" or what the width has. progress: called with ("convert", done, total) linear-blocks.
-    ValueError, before anything is written, for a width that the checkpoint lacks, another codebook, or the checkpoint's
-    own folder; CheckpointError when there is no checkpoint. A run that stopped leaves no folder that loads.
+    ValueError, before anything is written, for a width that the checkpoint lacks, another codebook, the checkpoint's
+    own folder, or a dense model's; CheckpointError when there is no checkpoint. A run that stopped leaves no folder that
+    loads.
     """
     source, out = Checkpoint.open(checkpoint), Path(out)
     old = source.layout
@@ -42,6 +44,7 @@ def convert(
             )
     if out.exists() and Path(checkpoint).samefile(out):
         raise ValueError(f"{out} holds the checkpoint itself; write to another folder")
+    refuse_dense(out)
     new = Layout(old.moe_layers, old.widths, {**old.codebooks, **codebooks})
     changed = [bits for bits in old.widths if new.codebooks[bits] != old.codebooks[bits]]
     said = {f"converted_{bits}": f"{old.codebooks[bits]} to lut16" for bits in changed}

@@ -46,6 +46,13 @@ def test_files_hold_everything(tmp_path_factory: pytest.TempPathFactory, seed: i
     read.check_layout(LAYOUT)
 
 
+def test_who_may_read_the_folder_may_read_both_files(tmp_path: Path) -> None:
+    """Another user's server reads them, as it reads pages."""
+    policy().save(tmp_path)
+    (tmp_path / "other").touch()
+    assert {path.stat().st_mode for path in tmp_path.iterdir()} == {(tmp_path / "other").stat().st_mode}
+
+
 def test_sensitivity_is_damage_at_the_mass_seen_in_calibration() -> None:
     one = policy()
     assert np.array_equal(one.sensitivity, one.s_bar * one.m_cal[:, None])

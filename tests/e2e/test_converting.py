@@ -63,6 +63,14 @@ def test_bad_input_is_named_before_anything_is_written(paged: Path, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
+def test_a_dense_model_is_not_written_over(paged: Path, tmp_path: Path) -> None:
+    mixtral_m8(num_local_experts=2, intermediate_size=32).save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match="holds a dense model, whose weights would be lost"):
+        convert(paged, tmp_path, {2: "lut16"})
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_the_command_converts_and_refuses_in_one_sentence(paged: Path, tmp_path: Path) -> None:
     runner = CliRunner()
     good = runner.invoke(app, ["convert", str(paged), str(tmp_path / "out"), "--codebook", "4=lut16", "--json"])
