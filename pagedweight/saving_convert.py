@@ -29,8 +29,8 @@ def convert(
     another codebook gives, to fp16; the ways back would change values, so they are refused, and so are others.
     codebooks: by width, "lut16" or what the width has. progress: called with ("convert", done, total) linear-blocks.
     ValueError, before anything is written, for a width that the checkpoint lacks, another codebook, the checkpoint's
-    own folder, or a dense model's; CheckpointError when there is no checkpoint. A run that stopped leaves no folder that
-    loads.
+    own folder, or a dense model's; CheckpointError when there is no checkpoint. A run that stopped leaves no folder
+    that loads.
     """
     source, out = Checkpoint.open(checkpoint), Path(out)
     old = source.layout
