@@ -146,7 +146,7 @@ def try_page(page: str, found: list[Block], folder: Path, environment: Path) -> 
 
 
 def readme(clone: Path, *, skip_tests: bool) -> Iterator[Tried]:
-    """The two commands of the README's "Set up", verbatim, and what the pages need beyond the first."""
+    """The README's two commands, verbatim, and what the pages need beyond the first."""
     demo, tests = (block.text.strip() for block in blocks(ROOT / "README.md") if block.language == "bash")
     shell = Shell(clone, clone / ".venv")
     yield shell.run("README.md", demo)
