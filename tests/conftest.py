@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -14,6 +15,10 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
 if not torch.cuda.is_available():
     # Before anything imports triton: the decorator decides at definition time.
     os.environ["TRITON_INTERPRET"] = "1"
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # As in a process that a shell started in the background: tests of Ctrl-C would meet none.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from hypothesis import HealthCheck, settings
 
