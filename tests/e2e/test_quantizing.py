@@ -203,7 +203,7 @@ def test_a_run_killed_around_every_renaming_never_loads_half_written(
         with pytest.raises(Killed):
             pagedweight.quantize(dense, out, widths=(2, 3))
         assert (out / "pagedweight" / "metadata.json").exists() == (("metadata.json", "after") in moments)
-    assert {re.split(r"[-.]", name)[0] for name, _ in moments} == {"model", "pages", "partial", "metadata"}
+    assert {re.split(r"[-.]", name)[0] for name, _ in moments} == {"model", "pages", "partial", "policy", "metadata"}
     assert len(moments) >= 2 * 10
     pagedweight.quantize(dense, out, widths=(2, 3))
     assert everything(out) == everything(whole)

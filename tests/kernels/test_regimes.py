@@ -46,7 +46,7 @@ def gpu(monkeypatch):
 def test_case_124_rocm_meets_no_kernel_that_writes_ptx(gpu):
     gpu((9, 4), hip="6.4")  # what ROCm calls a capability looks like Hopper's
     assert not launches.has_ptx(Batch(4))
-    assert launches._hardware(Batch(4)) == (1 << 16, False)
+    assert launches._hardware(Batch(4)) == (1 << 16, False, launches._INT8_IN_REGISTERS)
     assert shared_limit(Batch.device) == 1 << 16
     assert not can_prefill(Batch(200))
     assert choose_regime(Batch(4)) is choose_regime(Batch(200)) is launch_fused_moe
@@ -65,6 +65,6 @@ def test_case_124_rocm_meets_no_kernel_that_writes_ptx(gpu):
 def test_case_123_an_nvidia_gpu_meets_what_its_generation_can_read(gpu, capability, ptx, prefill):
     gpu(capability)
     assert launches.has_ptx(Batch(4)) == ptx
-    assert launches._hardware(Batch(4)) == (101376, capability[0] >= 9)
+    assert launches._hardware(Batch(4)) == (101376, capability[0] >= 9, launches._INT8_IN_REGISTERS)
     assert can_prefill(Batch(200)) == (prefill and HAS_GLUON)
     assert choose_regime(Batch(4)) is (launch_decode_moe if ptx else launch_fused_moe)
