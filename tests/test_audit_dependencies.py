@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("audit_dependencies", ROOT / "scripts" / "audit_dependencies.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from scripts import audit_dependencies as script
 
 
 def file(name: str, yanked: bool | str = False) -> dict[str, object]:
@@ -96,7 +86,7 @@ def install(tmp_path: Path) -> Callable[..., Distribution]:
     ],
 )
 def test_a_release_is_on_the_index_and_stands(
-    script: ModuleType, address: str, install: Callable, name: str, version: str, says: str | None
+    address: str, install: Callable, name: str, version: str, says: str | None
 ) -> None:
     findings, unasked = script.release(install(name, version), f"{address}/simple")
     assert unasked == []
@@ -119,16 +109,14 @@ def test_a_release_is_on_the_index_and_stands(
         (["License: Whatever its author likes"], False),
     ],
 )
-def test_licences_that_may_stand_beside_ours(
-    script: ModuleType, install: Callable, metadata: list[str], fine: bool
-) -> None:
+def test_licences_that_may_stand_beside_ours(install: Callable, metadata: list[str], fine: bool) -> None:
     findings, unasked = script.licence(install("one", "1.0", *metadata))
     assert unasked == []
     assert (findings == []) == fine
 
 
 def test_known_vulnerabilities_fail_but_for_those_that_are_accepted(
-    script: ModuleType, address: str, install: Callable, monkeypatch: pytest.MonkeyPatch
+    address: str, install: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accepted = next(iter(script.ACCEPTED))
     monkeypatch.setattr(Service, "known", {"good": ["PYSEC-1", accepted], "old": [accepted]})
@@ -137,7 +125,7 @@ def test_known_vulnerabilities_fail_but_for_those_that_are_accepted(
 
 
 def test_what_nobody_could_be_asked_is_said_and_strict_fails(
-    script: ModuleType, install: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    install: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     install("good", "1.0", "License-Expression: MIT")
     monkeypatch.setattr(script, "distributions", lambda: distributions(path=[str(tmp_path)]))

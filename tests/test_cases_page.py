@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from itertools import chain
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-
-
-def load_script() -> object:
-    spec = importlib.util.spec_from_file_location("cases_page", ROOT / "scripts" / "cases_page.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-script = load_script()
+from scripts import cases_page as script
 
 
 def test_the_page_is_what_the_tests_names_say() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
 import tomllib
@@ -47,9 +47,7 @@ def test_the_table_of_gpus_has_what_the_record_has() -> None:
 
 def test_rows_of_two_releases_of_triton_do_not_stand_in_one_record(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="compiles kernels")
-    spec = importlib.util.spec_from_file_location("other_gpus", ROOT / "scripts" / "other_gpus.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = importlib.import_module("scripts.other_gpus")
     record = tmp_path / "other-gpus.json"
     rows = [{"device": device.name} for device in script.DEVICES]
     script.write(record, rows)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+
+from scripts import readme_results
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -99,7 +100,4 @@ def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
 
 def test_the_results_are_those_of_the_recorded_run() -> None:
     """`python scripts/readme_results.py` brings the README up to date after a new run."""
-    spec = importlib.util.spec_from_file_location("readme_results", ROOT / "scripts" / "readme_results.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert script.rewritten(README) == README
+    assert readme_results.rewritten(README) == README

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 
-ROOT = Path(__file__).parents[1]
+from scripts import results_page as script
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("results_page", ROOT / "scripts" / "results_page.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def page(script: ModuleType) -> str:
+def page() -> str:
     return script.page()
 
 
-def test_the_page_is_up_to_date(script: ModuleType, page: str) -> None:
+def test_the_page_is_up_to_date(page: str) -> None:
     assert script.PAGE.read_text(encoding="utf-8") == page, "run: python -m scripts.results_page"
 
 
-def test_what_the_summary_is_made_of_is_shown_below_it(script: ModuleType, page: str) -> None:
+def test_what_the_summary_is_made_of_is_shown_below_it(page: str) -> None:
     for record in script.records_of(
         "policies-*.json", script.SPEEDS, script.COMPILED, script.MOVED, script.EVALUATIONS
     ):
